@@ -1,0 +1,109 @@
+// The engine: carries every gradient of a model from the backward that made it to the optimizer that uses it.
+//
+//   plumb::World world = plumb::World::join();
+//   plumb::Engine engine(world, *model, plumb::AdamW{.lr = 3e-4});
+//   for (...) {
+//     loss_of(model, batch).backward();   // any pattern of forwards and backwards
+//     engine.step();
+//     engine.zero_grad();
+//   }
+//
+// After step(), the parameters are what one process would hold that had run every rank's forwards and backwards itself
+// (each rank's loss weighted 1/N). Otherwise an Error, on every rank.
+#pragma once
+
+#include <plumb/error.h>
+#include <plumb/optim.h>
+#include <plumb/strategy.h>
+#include <plumb/world.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace plumb {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+struct Options {
+  std::string strategy = "ddp";
+  int64_t bucket_bytes = 25 << 20;       // cap of a bucket
+  int64_t first_bucket_bytes = 1 << 20;  // cap of the first one, so that communication starts early
+  // The dtype gradients are summed in, over micro-batches and over ranks. Unset: each parameter's own rule (its
+  // `grad_dtype`, or its dtype). With bf16 parameters, f32 is the recipe.
+  std::optional<at::ScalarType> accumulate_dtype;
+  // f32 copies of bf16 and f16 parameters, which the optimizer updates and the parameters are rounded from.
+  bool master_weights = true;
+  // Gradients are scaled so that their global norm is at most this. Unset: no clipping, no norm.
+  std::optional<double> clip_norm;
+  Schedule schedule;
+  std::vector<ParameterGroup> groups;
+  // Accounts for every contribution; an Error names the one that was lost, doubled or taken early.
+  bool ledger = true;
+};
+
+// What a step did.
+struct StepInfo {
+  int64_t step = 0;      // number of this step, from 0
+  double lr = 0.0;       // of the parameters outside all groups
+  at::Tensor grad_norm;  // before clipping; a scalar on the parameters' device. Undefined without clip_norm
+};
+
+class Engine;
+
+// While it lives, this engine's backwards keep their gradients on this rank; a later backward, or step(), reduces the
+// sum. Only backwards count: where the forward ran does not matter.
+class NoSync {
+ public:
+  explicit NoSync(Engine& engine);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
+class Engine {
+ public:
+  // Compares the model over the ranks (an Error on every rank names the first difference), takes rank 0's values for
+  // parameters and buffers, and from then on sees every backward that reaches one of the parameters.
+  Engine(World world, torch::nn::Module& module, Optimizer optimizer = NoOptimizer{}, Options options = {});
+  Engine(World world, NamedTensors parameters, NamedTensors buffers, Optimizer optimizer = NoOptimizer{},
+         Options options = {});
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Same as loss.backward(), and also counts as this rank's backward when `loss` reaches no parameter, needs no
+  // gradient, or is undefined: for a rank with nothing to contribute.
+  void backward(const at::Tensor& loss, bool retain_graph = false);
+
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  // Settles every gradient of this step over the ranks, clips, updates the parameters, and broadcasts rank 0's buffers.
+  // Collective: every rank calls it after the same number of backwards. Gradients stay; zero_grad() clears them.
+  StepInfo step();
+
+  // Forgets all gradients of this engine's parameters, as module.zero_grad() does.
+  void zero_grad();
+
+  // Replaces the learning rate of the parameters outside all groups (and of groups without their own).
+  void set_lr(double lr);
+
+  const World& world() const;
+  const Options& options() const;
+
+  struct Impl;
+
+ private:
+  friend class NoSync;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,8 @@
+// Everything: the world, the engine, the optimizers.
+#pragma once
+
+#include <plumb/engine.h>
+#include <plumb/error.h>
+#include <plumb/optim.h>
+#include <plumb/strategy.h>
+#include <plumb/world.h>
