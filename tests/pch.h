@@ -1,4 +1,4 @@
-// The precompiled header of all tests.
+// The precompiled header of all tests: GoogleTest and libtorch's heavy headers, once.
 #pragma once
 
 #include <gmock/gmock.h>
