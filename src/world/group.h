@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -27,13 +28,16 @@ struct Where {
 };
 
 class Watch;
+struct Ticket;
 
 // A collective under way. `wait` returns when its result may be used: on the CPU it has arrived; on a device the
 // current stream waits for it. Throws Error naming the ranks that did not come.
 class Pending {
  public:
   Pending() = default;  // already done
-  Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep);
+  // `finish`: what remains to be done on this rank once the work has ended.
+  Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
+          const Ticket& ticket, std::function<void()> finish = {});
   ~Pending();
   Pending(Pending&&) noexcept;
   Pending& operator=(Pending&&) noexcept;
@@ -43,6 +47,9 @@ class Pending {
   c10::intrusive_ptr<c10d::Work> work_;
   std::shared_ptr<Watch> watch_;
   std::vector<at::Tensor> keep_;  // alive until the collective has ended
+  int group_ = 0;                 // the ticket's parts
+  int64_t number_ = 0;
+  std::function<void()> finish_;
 };
 
 class Group {
@@ -56,6 +63,12 @@ class Group {
   Pending reduce_scatter(at::Tensor shard, at::Tensor full);
   Pending all_gather(at::Tensor full, at::Tensor shard);
   Pending broadcast(at::Tensor tensor, int root);
+
+  // Everybody's `mine` (the same length everywhere) in rank order. One small message; for host groups.
+  std::vector<std::vector<int64_t>> exchange(std::span<const int64_t> mine, const Where& where);
+
+  // Every rank arrives before any leaves.
+  Pending barrier();
 
   // Memory that travels, from the backend where it offers its own.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
@@ -72,9 +85,18 @@ class Group {
 Group data_group(const World& world);
 Group control_group(const World& world);
 
+// Fresh groups over the same ranks, so that the collectives of two engines never mix. Collective: every rank calls them
+// in the same order. (Added by the lead: each engine owns one of each; data and control must be separate backends.)
+Group new_data_group(const World& world);
+Group new_control_group(const World& world);
+
 // Everybody's `mine` (the same length everywhere) in rank order. One small message over `control`.
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where);
 // Everybody's text in rank order; lengths may differ.
 std::vector<std::string> exchange_text(const World& world, const std::string& mine, const Where& where);
+
+// Tells the other ranks that this one fails with `what`: their waits end with an Error that names it. For an error
+// that the world itself did not raise. Once is enough; after it, this world carries nothing more.
+void report_failure(const World& world, const std::string& what, const Where& where);
 
 }  // namespace plumb
