@@ -1,0 +1,63 @@
+# The commands of the project; each does all of its own set-up first. `make help` lists them.
+#
+#   PYTHON=…       the Python to use: as it is when it has torch 2.11 to 2.13, otherwise as the base of .venv
+#   SETUP=no       install nothing, check nothing: everything needed is already there
+#   JOBS=…         compile jobs (default: the cores, as far as the memory carries them)
+#   CMAKE_ARGS=…   more options for CMake
+SHELL := /bin/bash
+PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 1800
+export PYTHON SETUP JOBS CMAKE_ARGS
+
+.PHONY: all setup demo test bench mutants asan tsan fuzz format lint install clean distclean help
+
+all:  ## build the program (build/bin/plumb), the library, the tests
+	@scripts/build build
+
+setup:  ## system packages and the private virtual environment, nothing else
+	@scripts/setup >/dev/null
+
+demo:  ## train a small GPT on 2 ranks on this CPU; leaves a report in runs/
+	@scripts/build build plumb
+	build/bin/plumb train --ranks 2 --out runs/demo $(ARGS)
+
+test:  ## build and run every test
+	@scripts/test build
+
+bench:  ## compare with plain steps and with torch DDP in the same run
+	@scripts/bench $(ARGS)
+
+mutants:  ## break each contract once and see that a test notices
+	@scripts/build build
+	@tests/mutants/run $(ARGS)
+
+asan:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/test build-asan -DPLUMB_SANITIZE=address
+
+tsan:  ## the C++ tests under ThreadSanitizer
+	@scripts/test build-tsan -DPLUMB_SANITIZE=thread
+
+fuzz:  ## run the scenario fuzzer for FUZZ_SECONDS (1800), from SEED if given
+	@scripts/build build plumb_scenarios_tests
+	@scripts/fuzz $(FUZZ_SECONDS) $(SEED)
+
+format:  ## lay out all C++ files by .clang-format (CHECK=yes: only look)
+	@scripts/format $(if $(CHECK),--check)
+
+lint:  ## clang-tidy over all C++ sources
+	@scripts/build build
+	@scripts/lint $(ARGS)
+
+install:  ## install the library, the program and the CMake package under PREFIX (/usr/local)
+	@scripts/build build
+	@cmake --install build --prefix $(PREFIX)
+
+clean:  ## remove what was built
+	rm -rf build build-asan build-tsan build-mutants
+
+distclean: clean  ## remove the virtual environment too
+	rm -rf .venv
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
+	@echo; sed -n '3,6s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
