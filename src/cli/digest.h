@@ -1,0 +1,13 @@
+// A model in 128 bits, to compare runs by.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <string>
+
+namespace plumb::cli {
+
+// xxHash (XXH3, 128 bits, hex) over the f32 bits of all parameters in the order of their names.
+std::string model_digest(const torch::nn::Module& model);
+
+}  // namespace plumb::cli

@@ -1,0 +1,31 @@
+// The table of `plumb train`'s flags: name, where the value goes, and what --help says. Flags and TOML read it alike.
+#pragma once
+
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "cli/settings.h"
+
+namespace plumb::cli {
+
+using Target = std::variant<int64_t*, double*, std::string*, bool*>;
+
+struct Flag {
+  std::string name;  // without dashes; the same word is the key in a TOML file
+  std::string group;
+  std::string value;  // what --help calls the value
+  std::string help;
+  Target target;
+};
+
+// The table, bound to the fields of `settings`.
+std::vector<Flag> flags(Settings& settings);
+
+// Reads `text` into the flag's field; a UsageError says what kind of value was expected.
+void assign(const Flag& flag, const std::string& text, const std::string& where);
+
+// Sets every key of the file at `path` that `given` (names of flags seen on the command line) does not hold.
+void read_toml(const std::string& path, const std::vector<Flag>& table, const std::vector<std::string>& given);
+
+}  // namespace plumb::cli

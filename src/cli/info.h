@@ -1,0 +1,14 @@
+// `plumb info`: versions, devices and backends, for people and for bug reports.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace plumb::cli {
+
+// Throws UsageError for words it does not know.
+int info(const std::vector<std::string>& words);
+
+inline constexpr const char* kVersion = "0.1.0";
+
+}  // namespace plumb::cli

@@ -1,0 +1,248 @@
+// A parent and its ranks: one pipe per rank for the error it ends with, and signals passed on.
+#include "cli/launch.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cli/process.h"
+#include "plumb/error.h"
+
+namespace plumb::cli {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::seconds;
+
+struct Rank {
+  pid_t pid = 0;
+  int errors = -1;       // read end of its pipe; -1 once closed
+  std::string message;   // what it wrote there
+  bool ended = false;
+  int status = 0;        // of waitpid
+  bool accused = false;  // failed before we ended anybody
+};
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  const bool ok = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  const int error = errno;
+  if (fd >= 0) close(fd);
+  if (!ok) throw Error(std::string("no free port on this machine: ") + std::strerror(error));
+  return ntohs(address.sin_port);
+}
+
+// In the child, until exec: only calls that are safe after fork.
+[[noreturn]] void become_rank(pid_t parent, char** argv, char** environment) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1);
+  execve("/proc/self/exe", argv, environment);
+  _exit(127);
+}
+
+Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
+  std::vector<std::string> set = {
+      "RANK=" + std::to_string(rank),           "WORLD_SIZE=" + std::to_string(ranks),
+      "LOCAL_RANK=" + std::to_string(rank),     "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
+      "MASTER_ADDR=127.0.0.1",                  "MASTER_PORT=" + std::to_string(port),
+      std::string(kErrorFd) + "=" + std::to_string(ends[1])};
+  std::vector<char*> environment;
+  for (char** old = environ; *old; ++old) {
+    const std::string name(*old, std::strcspn(*old, "=") + 1);
+    bool replaced = false;
+    for (const auto& ours : set) replaced |= ours.compare(0, name.size(), name) == 0;
+    if (!replaced) environment.push_back(*old);
+  }
+  for (auto& ours : set) environment.push_back(ours.data());
+  environment.push_back(nullptr);
+
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  if (pid == 0) {
+    fcntl(ends[1], F_SETFD, 0);
+    become_rank(parent, argv, environment.data());
+  }
+  const int error = errno;
+  close(ends[1]);
+  if (pid < 0) {
+    close(ends[0]);
+    throw Error("cannot start rank " + std::to_string(rank) + ": " + std::strerror(error));
+  }
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  Rank started;
+  started.pid = pid;
+  started.errors = ends[0];
+  return started;
+}
+
+void drain(Rank& rank) {
+  char buffer[4096];
+  for (;;) {
+    const ssize_t n = read(rank.errors, buffer, sizeof(buffer));
+    if (n > 0) {
+      rank.message.append(buffer, static_cast<size_t>(n));
+    } else if (n < 0 && errno == EINTR) {
+      continue;
+    } else {
+      if (n == 0) {
+        close(rank.errors);
+        rank.errors = -1;
+      }
+      return;
+    }
+  }
+}
+
+bool asked_to_stop(int status) {
+  return WIFEXITED(status) && (WEXITSTATUS(status) == 128 + SIGINT || WEXITSTATUS(status) == 128 + SIGTERM);
+}
+
+bool failed(const Rank& rank) {
+  return rank.ended && !asked_to_stop(rank.status) && !(WIFEXITED(rank.status) && WEXITSTATUS(rank.status) == 0);
+}
+
+// A rank that was killed is at fault before one that reported an error (which may be a consequence); among the latter,
+// the first to report.
+int verdict(std::vector<Rank>& ranks, const std::vector<size_t>& order) {
+  const Rank* culprit = nullptr;
+  size_t number = 0;
+  for (const size_t r : order) {
+    if (!ranks[r].accused || !failed(ranks[r])) continue;
+    if (!culprit || (WIFSIGNALED(ranks[r].status) && !WIFSIGNALED(culprit->status))) {
+      culprit = &ranks[r];
+      number = r;
+    }
+  }
+  if (!culprit) {
+    for (const Rank& rank : ranks) {
+      if (asked_to_stop(rank.status)) return WEXITSTATUS(rank.status);
+    }
+    for (const Rank& rank : ranks) {
+      if (rank.status != 0) return 1;
+    }
+    return 0;
+  }
+  const std::string who = "rank " + std::to_string(number);
+  if (WIFSIGNALED(culprit->status)) {
+    const int signal = WTERMSIG(culprit->status);
+    std::fprintf(stderr, "plumb: %s was ended by signal %d (%s)\n", who.c_str(), signal, strsignal(signal));
+    return 1;
+  }
+  const int code = WEXITSTATUS(culprit->status);
+  std::string message = culprit->message;
+  if (message.empty()) message = "ended with exit code " + std::to_string(code);
+  const std::string prefix = "plumb: ";
+  if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
+  if (message.rfind("rank ", 0) != 0) message = who + ": " + message;
+  std::fprintf(stderr, "plumb: %s\n", message.c_str());
+  return code;
+}
+
+}  // namespace
+
+int launch(int64_t count, char** argv) {
+  // Signals are read from a descriptor, so that none is lost between looking and waiting.
+  int wake[2];
+  if (pipe2(wake, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
+  static int wake_write;
+  wake_write = wake[1];
+  struct sigaction action {};
+  action.sa_handler = [](int signal) {
+    const int saved = errno;
+    const char byte = static_cast<char>(signal);
+    [[maybe_unused]] const auto n = write(wake_write, &byte, 1);
+    errno = saved;
+  };
+  action.sa_flags = SA_RESTART;
+  for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaction(signal, &action, nullptr);
+
+  const int port = free_port();
+  std::vector<Rank> ranks;
+  std::vector<size_t> order;  // in which ranks reported an error or ended; a rank may stand here twice
+  const auto kill_all = [&](int signal) {
+    for (const Rank& rank : ranks) {
+      if (!rank.ended) kill(rank.pid, signal);
+    }
+  };
+  try {
+    for (int64_t r = 0; r < count; ++r) ranks.push_back(start(r, count, port, argv));
+  } catch (...) {
+    kill_all(SIGKILL);
+    for (const Rank& rank : ranks) waitpid(rank.pid, nullptr, 0);
+    throw;
+  }
+
+  constexpr auto kGrace = seconds(5);
+  auto deadline = Clock::time_point::max();  // when the remaining ranks are ended
+  int stops = 0;
+  bool ending = false;
+  for (size_t living = ranks.size(); living > 0;) {
+    std::vector<pollfd> watched = {{wake[0], POLLIN, 0}};
+    for (const Rank& rank : ranks) {
+      if (rank.errors >= 0) watched.push_back({rank.errors, POLLIN, 0});
+    }
+    int wait = -1;
+    if (deadline != Clock::time_point::max()) {
+      wait = std::max<int>(0, static_cast<int>(
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1));
+    }
+    poll(watched.data(), watched.size(), wait);
+
+    char byte = 0;
+    while (read(wake[0], &byte, 1) == 1) {
+      if (byte == SIGCHLD) continue;
+      kill_all(++stops == 1 ? byte : SIGKILL);  // who asks twice does not want to wait
+      ending |= stops > 1;
+    }
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      const bool silent = ranks[r].message.empty();
+      if (ranks[r].errors >= 0) drain(ranks[r]);
+      if (silent && !ranks[r].message.empty()) order.push_back(r);
+    }
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      Rank& rank = ranks[r];
+      if (rank.ended || waitpid(rank.pid, &rank.status, WNOHANG) != rank.pid) continue;
+      rank.ended = true;
+      --living;
+      if (rank.errors >= 0) drain(rank);
+      order.push_back(r);
+      rank.accused = !ending;
+      if (failed(rank) && deadline == Clock::time_point::max()) deadline = Clock::now() + kGrace;
+    }
+    if (living > 0 && Clock::now() >= deadline) {
+      kill_all(SIGKILL);
+      ending = true;
+      deadline = Clock::time_point::max();
+    }
+  }
+  for (const Rank& rank : ranks) {
+    if (rank.errors >= 0) close(rank.errors);
+  }
+  close(wake[0]);
+  close(wake[1]);
+  return stops > 1 ? 128 + SIGINT : verdict(ranks, order);
+}
+
+}  // namespace plumb::cli

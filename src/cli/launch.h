@@ -1,0 +1,13 @@
+// Starts the ranks of `plumb train --ranks N` on this machine and answers for them.
+#pragma once
+
+#include <cstdint>
+
+namespace plumb::cli {
+
+// Runs this program again, with the same arguments, once per rank. Returns the exit code: 0 when every rank ended well;
+// 128 + signal when they were asked to stop; otherwise non-zero, after one line on stderr that names the rank at fault.
+// When one rank fails, the others get a few seconds to notice and are then ended. No rank outlives this process.
+int launch(int64_t ranks, char** argv);
+
+}  // namespace plumb::cli

@@ -1,0 +1,158 @@
+// The program: reads its words, and turns every error into one line and an exit code.
+#include <torch/torch.h>
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "cli/info.h"
+#include "cli/launch.h"
+#include "cli/process.h"
+#include "cli/settings.h"
+#include "cli/task.h"
+#include "cli/train.h"
+#include "plumb/error.h"
+#include "plumb/world.h"
+
+namespace plumb::cli {
+
+namespace {
+
+constexpr const char* kHelp =
+    "Plumb carries gradients through data-parallel training, and never loses one.\n"
+    "\n"
+    "Usage: plumb <command> [flags]\n"
+    "\n"
+    "  plumb train     train a small model on one or many ranks\n"
+    "  plumb info      versions, devices, backends (--json for machines)\n"
+    "\n"
+    "Try\n"
+    "  plumb train --ranks 2 --out runs/first      2 ranks on this machine, then open the report\n"
+    "  plumb train --data book.txt --context 128   learn the bytes of a text file\n"
+    "  plumb train --config run.toml --steps 50    settings from a file; flags win\n"
+    "  torchrun --no-python --nproc-per-node 2 plumb train\n"
+    "\n"
+    "  plumb train --help                          every flag\n"
+    "  plumb --version\n"
+    "\n"
+    "Exit codes: 0 done, 1 failed, 2 wrong flag or value, 130 stopped by Ctrl-C.\n";
+
+// One line, whatever the library said: its stack traces help nobody here.
+std::string first_line(const std::string& text) {
+  std::string line = text.substr(0, text.find('\n'));
+  return line.rfind("plumb: ", 0) == 0 ? line : "plumb: " + line;
+}
+
+void say_error(const std::string& text) {
+  const std::string line = first_line(text);
+  if (error_fd() >= 0) {
+    if (write(error_fd(), line.data(), line.size()) == static_cast<ssize_t>(line.size())) return;
+  }
+  std::fprintf(stderr, "%s\n", line.c_str());
+}
+
+// Runs `body`; any exception becomes its line and its exit code.
+template <class Body>
+int guarded(const Body& body) {
+  try {
+    return body();
+  } catch (const UsageError& error) {
+    say_error(error.what());
+    return 2;
+  } catch (const c10::Error& error) {
+    say_error(error.what_without_backtrace());
+    return 1;
+  } catch (const std::exception& error) {
+    say_error(error.what());
+    return 1;
+  }
+}
+
+WorldOptions world_options(const Settings& s) {
+  return {.backend = s.backend == "local" ? "" : s.backend,
+          .device = s.device,
+          .timeout = std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(s.timeout * 1e3)))};
+}
+
+void use_threads(const Settings& s, int64_t local_ranks) {
+  at::set_num_threads(static_cast<int>(s.threads > 0 ? s.threads
+                                                     : std::max<int64_t>(1, usable_cores() / local_ranks)));
+}
+
+int run_train(const std::vector<std::string>& words, char** argv) {
+  bool help = false;
+  const Settings s = read_settings(words, help);
+  if (help) {
+    std::fputs(train_help().c_str(), stdout);
+    return 0;
+  }
+  if (s.device == "cuda" && !torch::cuda::is_available()) {
+    throw UsageError("--device cuda: libtorch finds no CUDA device here; `plumb info` lists what it finds");
+  }
+  const bool is_rank = error_fd() >= 0;  // started by our own launcher
+  const bool joins = is_rank || (s.ranks == 0 && launched_into_a_world());
+  if (joins && s.backend == "local") {
+    throw UsageError("--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");
+  }
+  const int64_t ranks = std::max<int64_t>(1, s.ranks);
+  if (!joins) check_batch(s, ranks);
+  const auto task = make_task(s);
+
+  if (!joins && ranks > 1 && s.backend != "local") return launch(ranks, argv);
+  note_signals();
+  if (!joins && s.backend == "local") {
+    int code = 0;
+    run_local(static_cast<int>(ranks), [&](World world) {
+      use_threads(s, ranks);
+      const int mine = train(world, s, *task);
+      if (world.rank() == 0) code = mine;
+    }, world_options(s));
+    return code;
+  }
+  const char* local = std::getenv("LOCAL_WORLD_SIZE");
+  use_threads(s, joins && local ? std::max<int64_t>(1, std::atoll(local)) : 1);
+  if (!joins) return train(World(), s, *task);
+
+  // A failed rank leaves without unwinding: destroying communication that is under way may wait for the very ranks
+  // that wait for us, and the operating system closes the sockets in any case.
+  const int code = guarded([&] { 
+    World world = World::join(world_options(s));
+    const int result = guarded([&] { return train(world, s, *task); });
+    if (result == 1 || result == 2) std::_Exit(result);
+    return result;
+  });
+  if (code == 1 || code == 2) std::_Exit(code);
+  return code;
+}
+
+int run(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.empty()) {
+    std::fputs(kHelp, stderr);
+    return 2;
+  }
+  const std::string command = words.front();
+  words.erase(words.begin());
+  if (command == "train") return run_train(words, argv);
+  if (command == "info") return info(words);
+  if (command == "--help" || command == "-h" || command == "help") {
+    std::fputs(kHelp, stdout);
+    return 0;
+  }
+  if (command == "--version") {
+    std::printf("plumb %s\n", kVersion);
+    return 0;
+  }
+  throw UsageError("unknown command '" + command + "'; the commands are: train, info");
+}
+
+}  // namespace
+
+}  // namespace plumb::cli
+
+int main(int argc, char** argv) {
+  return plumb::cli::guarded([&] { return plumb::cli::run(argc, argv); });
+}

@@ -1,0 +1,68 @@
+// Linux's answers to what a process knows about itself.
+#include "cli/process.h"
+
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+namespace plumb::cli {
+
+namespace {
+
+// VmHWM rather than getrusage: the latter survives exec, and a rank would report its launcher's memory.
+int64_t status_bytes(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind(key, 0) == 0) return std::strtoll(line.c_str() + key.size(), nullptr, 10) * 1024;
+  }
+  return 0;
+}
+
+std::atomic<int> noted{0};
+
+void note(int signal) {
+  if (noted.exchange(signal) != 0 && error_fd() < 0) _exit(128 + signal);
+}
+
+}  // namespace
+
+int64_t rss_bytes() { return status_bytes("VmRSS:"); }
+int64_t peak_rss_bytes() { return status_bytes("VmHWM:"); }
+
+int64_t usable_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+bool launched_into_a_world() {
+  const auto both = [](const char* rank, const char* size) { return std::getenv(rank) && std::getenv(size); };
+  return both("RANK", "WORLD_SIZE") || both("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") ||
+         both("PMI_RANK", "PMI_SIZE") || both("SLURM_PROCID", "SLURM_NTASKS");
+}
+
+void note_signals() {
+  error_fd();  // reads the environment now: a signal handler must not
+  struct sigaction action {};
+  action.sa_handler = note;
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+}
+
+int noted_signal() { return noted.load(); }
+
+int error_fd() {
+  static const int fd = [] {
+    const char* text = std::getenv(kErrorFd);
+    return text ? std::atoi(text) : -1;
+  }();
+  return fd;
+}
+
+}  // namespace plumb::cli

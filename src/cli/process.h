@@ -1,0 +1,28 @@
+// What a process knows about itself: its memory, its parent launcher, the signal it was sent.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace plumb::cli {
+
+int64_t rss_bytes();       // resident now
+int64_t peak_rss_bytes();  // the most it ever was, since exec
+
+// The number of cores this process may run on.
+int64_t usable_cores();
+
+// Whether torchrun, mpirun or srun (or our own launcher) describes a world in the environment.
+bool launched_into_a_world();
+
+// From then on SIGINT and SIGTERM are noted instead of ending the process; a second one ends it at once, unless a
+// launcher of ours stands above (it then decides).
+void note_signals();
+// The signal noted, or 0.
+int noted_signal();
+
+// Set by our launcher for its ranks: where a rank writes the error it ends with. -1 when nobody listens.
+inline constexpr const char* kErrorFd = "PLUMB_ERROR_FD";
+int error_fd();
+
+}  // namespace plumb::cli

@@ -1,0 +1,66 @@
+// Everything `plumb train` can be told, from flags and from a TOML file, checked before anything starts.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace plumb::cli {
+
+// What the user asked for cannot be meant: one line on stderr, exit code 2.
+class UsageError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Settings {
+  // world
+  int64_t ranks = 0;  // 0: the launcher's world when there is one, otherwise 1
+  std::string strategy = "ddp";
+  std::string backend;  // empty: nccl with cuda, gloo otherwise
+  std::string device = "cpu";
+  double timeout = 60.0;  // seconds
+  double bucket_mb = 25.0;
+  int64_t threads = 0;  // 0: the cores divided among the local ranks
+  // model
+  std::string model = "gpt";
+  int64_t layers = 2;
+  int64_t heads = 4;
+  int64_t width = 128;
+  int64_t context = 64;
+  std::string dtype = "f32";
+  // task
+  std::string data;  // empty: integer addition
+  int64_t digits = 3;
+  // training
+  int64_t steps = 1000;
+  int64_t batch = 256;  // samples per step, all ranks together
+  int64_t accumulate = 1;
+  double lr = 3e-3;
+  int64_t warmup = 50;
+  double weight_decay = 0.01;
+  double clip = 1.0;  // 0: never clips
+  int64_t seed = 1;
+  int64_t eval_every = -1;  // -1: ten times in a run of at least 100 steps; 0: at the end only
+  // output
+  std::string out;  // empty: no run folder
+  bool json = false;
+  bool quiet = false;
+};
+
+// Reads the words after `plumb train`, and the file that --config names. Flags win over the file. Throws UsageError.
+// Sets `help` and checks nothing when --help is among them.
+Settings read_settings(const std::vector<std::string>& words, bool& help);
+
+// The checks that need the number of ranks, made once it is known. Throws UsageError.
+void check_batch(const Settings& settings, int64_t ranks);
+
+std::string train_help();
+
+// Every setting by its flag's name.
+nlohmann::ordered_json to_json(const Settings& settings);
+
+}  // namespace plumb::cli

@@ -1,0 +1,191 @@
+// The loop: plain forwards and backwards, and engine.step().
+#include "cli/train.h"
+
+#include <torch/torch.h>
+#include <nlohmann/json.hpp>
+
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "cli/console.h"
+#include "cli/digest.h"
+#include "cli/process.h"
+#include "plumb/engine.h"
+#include "report/folder.h"
+#include "report/run.h"
+#include "world/group.h"
+
+namespace plumb::cli {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+Options engine_options(const Settings& s) {
+  Options options;
+  options.strategy = s.strategy;
+  options.bucket_bytes = std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20)));
+  options.first_bucket_bytes = std::min(options.first_bucket_bytes, options.bucket_bytes);
+  if (s.dtype == "bf16") options.accumulate_dtype = at::kFloat;
+  options.master_weights = true;
+  // An infinite limit clips nothing, and the norm is still measured.
+  options.clip_norm = s.clip > 0 ? s.clip : std::numeric_limits<double>::infinity();
+  options.schedule = {.warmup = s.warmup, .total = s.steps, .floor = 0.1};
+  // Biases and norms are not pulled towards zero.
+  options.groups = {{.match = [](const std::string& name) {
+                       return name.ends_with(".bias") || name.find("norm") != std::string::npos;
+                     },
+                     .lr = {},
+                     .weight_decay = 0.0}};
+  return options;
+}
+
+// What every rank learns of the others after a step, in one small message.
+struct Shared {
+  double loss = 0.0;  // mean over the ranks, added in rank order: the same bits everywhere
+  int signal = 0;     // the largest noted by any rank
+  std::vector<int64_t> rss_bytes;
+};
+
+Shared share(const World& world, double loss, int64_t step) {
+  const int64_t mine[] = {std::bit_cast<int64_t>(loss), noted_signal(), rss_bytes()};
+  Shared all;
+  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "loss"})) {
+    all.loss += std::bit_cast<double>(theirs[0]) / world.size();
+    all.signal = std::max(all.signal, static_cast<int>(theirs[1]));
+    all.rss_bytes.push_back(theirs[2]);
+  }
+  return all;
+}
+
+// The questions are dealt out evenly, so that every rank asks the same number.
+Score evaluate(const World& world, const Task& task, model::Gpt& model, int64_t questions, int64_t samples, int64_t step) {
+  const int64_t each = std::max<int64_t>(1, questions / world.size());
+  Score score = task.evaluate(model, each * world.rank(), each, std::min(samples, each));
+  const int64_t mine[] = {score.asked, score.right};
+  score.asked = score.right = 0;
+  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
+    score.asked += theirs[0];
+    score.right += theirs[1];
+  }
+  return score;
+}
+
+double ratio(const Score& score) { return static_cast<double>(score.right) / static_cast<double>(score.asked); }
+
+Batch to(const Batch& batch, const at::Device& device) { return {batch.input.to(device), batch.target.to(device)}; }
+
+nlohmann::ordered_json or_null(double value) {
+  return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
+}
+
+}  // namespace
+
+int train(const World& world, const Settings& s, const Task& task) {
+  const int ranks = world.size();
+  check_batch(s, ranks);
+  const at::Device device = s.device == "cuda" ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
+                                               : at::Device(at::kCPU);
+  model::Gpt model(model::GptSize{.layers = s.layers, .heads = s.heads, .width = s.width, .context = s.context,
+                                  .vocabulary = task.vocabulary()},
+                   static_cast<uint64_t>(s.seed));
+  model->to(device, s.dtype == "bf16" ? at::kBFloat16 : at::kFloat);
+  Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
+
+  int64_t params = 0;
+  for (const auto& p : model->parameters()) params += p.numel();
+  Console console(s, world.rank() == 0);
+  report::Folder folder(world.rank() == 0 ? s.out : "");
+  console.begin("gpt with " + report::human_count(params) + " parameters learns " + task.name() + " on " +
+                std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " +
+                world.backend() + ", " + s.dtype + ")");
+
+  const int64_t micro = s.batch / (ranks * s.accumulate);  // samples
+  const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
+  const auto begun = Clock::now();
+  std::vector<report::Step> steps;
+  int signal = 0;
+  for (int64_t step = 0; step < s.steps && signal == 0; ++step) {
+    const auto start = Clock::now();
+    double loss_sum = 0.0;
+    for (int64_t i = 0; i < s.accumulate; ++i) {
+      const int64_t first = (world.rank() * s.accumulate + i) * micro;
+      const auto loss = loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
+      if (i + 1 < s.accumulate) {
+        const auto quiet = engine.no_sync();
+        loss.backward();
+      } else {
+        loss.backward();
+      }
+      loss_sum += loss.item<double>();
+    }
+    const StepInfo info = engine.step();
+    engine.zero_grad();
+    Shared all = share(world, loss_sum, step);
+    signal = all.signal;
+
+    report::Step record;
+    record.step = step + 1;
+    record.loss = all.loss;
+    record.grad_norm = info.grad_norm.item<double>();
+    record.lr = info.lr;
+    record.ms = seconds_since(start) * 1e3;
+    record.tokens_per_s = static_cast<double>(s.batch * task.length()) / (record.ms / 1e3);
+    record.rss_bytes = std::move(all.rss_bytes);
+    if (eval_every > 0 && (step + 1) % eval_every == 0 && step + 1 < s.steps && signal == 0) {
+      record.accuracy = ratio(evaluate(world, task, model, 256, 0, step));
+    }
+    console.step(record);
+    folder.add(report::to_json(record));
+    steps.push_back(std::move(record));
+  }
+  const double seconds = seconds_since(begun);
+
+  const Score score = evaluate(world, task, model, 1024, 8, s.steps);
+  if (signal == 0) steps.back().accuracy = ratio(score);
+  const int64_t mine[] = {peak_rss_bytes()};
+  std::vector<int64_t> peaks;
+  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = s.steps, .pass = 0, .detail = "memory"})) {
+    peaks.push_back(theirs[0]);
+  }
+  if (world.rank() == 0) {
+    std::vector<double> ms;
+    for (const auto& step : steps) ms.push_back(step.ms);
+    const double median = report::median(ms);
+    nlohmann::ordered_json summary = {
+        {"steps", static_cast<int64_t>(steps.size())},
+        {"loss", or_null(steps.back().loss)},
+        {"ranks", ranks},
+        {"strategy", s.strategy},
+        {"model_digest", model_digest(*model)},
+        {"step_ms_median", median},
+        {"peak_rss_bytes", peaks},
+        {"accuracy", ratio(score)},
+        {"asked", score.asked},
+        {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
+        {"backend", world.backend()},
+        {"device", s.device},
+        {"dtype", s.dtype},
+        {"params", params},
+        {"task", task.name()},
+        {"held_out", task.held_out()},
+        {"first_loss", or_null(steps.front().loss)},
+        {"seconds", seconds},
+        {"stopped", signal != 0},
+        {"settings", to_json(s)},
+        {"samples", nlohmann::ordered_json::array()}};
+    for (const Sample& sample : score.samples) {
+      summary["samples"].push_back({{"prompt", sample.prompt}, {"output", sample.output},
+                                    {"expected", sample.expected}, {"right", sample.right}});
+    }
+    folder.finish(steps, summary);
+    console.end(summary);
+  }
+  return signal == 0 ? 0 : 128 + signal;
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,54 @@
+// A small GPT in plain torch::nn modules, for the program and the benchmarks.
+#pragma once
+
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <cstdint>
+
+namespace plumb::model {
+
+struct GptSize {
+  int64_t layers = 2;
+  int64_t heads = 4;
+  int64_t width = 128;   // divisible by heads
+  int64_t context = 64;  // the longest sequence
+  int64_t vocabulary = 256;
+};
+
+// Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
+class BlockImpl : public torch::nn::Module {
+ public:
+  BlockImpl(int64_t width, int64_t heads);
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  int64_t heads_;
+  torch::nn::LayerNorm attention_norm_{nullptr}, mlp_norm_{nullptr};
+  torch::nn::Linear qkv_{nullptr}, out_{nullptr}, up_{nullptr}, down_{nullptr};
+};
+TORCH_MODULE(Block);
+
+class GptImpl : public torch::nn::Module {
+ public:
+  // The parameters are a function of `size` and `seed` alone: the same on every rank, whatever the world's size, and
+  // whatever else draws from torch's generators.
+  GptImpl(const GptSize& size, uint64_t seed);
+
+  // tokens: int64 [batch, length], length at most `size.context`. Returns logits [batch, length, vocabulary].
+  at::Tensor forward(const at::Tensor& tokens);
+
+  const GptSize& size() const { return size_; }
+
+ private:
+  GptSize size_;
+  torch::nn::Embedding tokens_{nullptr}, positions_{nullptr};
+  torch::nn::ModuleList blocks_{nullptr};
+  torch::nn::LayerNorm norm_{nullptr};
+  torch::nn::Linear head_{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+}  // namespace plumb::model
