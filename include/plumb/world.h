@@ -17,7 +17,7 @@ namespace plumb {
 
 struct WorldOptions {
   // "gloo", "nccl"; empty takes nccl when a CUDA device is asked for, gloo otherwise.
-  std::string backend;
+  std::string backend{};
   // "cpu" or "cuda": where the gradients live. The rank's device index is its local rank.
   std::string device = "cpu";
   // How long a collective may wait for a rank before every waiting rank gets an error.

@@ -24,7 +24,7 @@ struct Where {
   enum class Kind { setup, backward, step, rebuild } kind = Kind::setup;
   int64_t step = 0;  // steps finished
   int64_t pass = 0;  // backwards begun since then
-  std::string detail;  // what exactly, for humans: "reduction of bucket 3"
+  std::string detail{};  // what exactly, for humans: "reduction of bucket 3"
 };
 
 class Watch;
@@ -34,7 +34,7 @@ struct Ticket;
 // current stream waits for it. Throws Error naming the ranks that did not come.
 class Pending {
  public:
-  Pending() = default;  // already done
+  Pending();  // already done
   // `finish`: what remains to be done on this rank once the work has ended.
   Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
           const Ticket& ticket, std::function<void()> finish = {});

@@ -1,0 +1,52 @@
+// Small host messages between all ranks, and the groups of a world.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "world/world_impl.h"
+
+namespace plumb {
+
+Group data_group(const World& world) { return Group(world.impl().data); }
+Group control_group(const World& world) { return Group(world.impl().control); }
+
+std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where) {
+  const int size = world.size();
+  if (size == 1) return {{mine.begin(), mine.end()}};
+  const int64_t length = static_cast<int64_t>(mine.size());
+  if (length == 0) return std::vector<std::vector<int64_t>>(size);
+  at::Tensor shard = at::empty({length}, at::kLong);
+  std::copy(mine.begin(), mine.end(), shard.data_ptr<int64_t>());
+  at::Tensor full = at::empty({length * size}, at::kLong);
+  control_group(world).all_gather(full, shard).wait(where);
+  std::vector<std::vector<int64_t>> all;
+  const int64_t* values = full.data_ptr<int64_t>();
+  for (int r = 0; r < size; ++r) all.emplace_back(values + r * length, values + (r + 1) * length);
+  return all;
+}
+
+std::vector<std::string> exchange_text(const World& world, const std::string& mine, const Where& where) {
+  if (world.size() == 1) return {mine};
+  const int64_t length = static_cast<int64_t>(mine.size());
+  const auto lengths = exchange(world, std::span<const int64_t>(&length, 1), where);
+  int64_t longest = 0;
+  for (const auto& one : lengths) longest = std::max(longest, one[0]);
+  if (longest == 0) return std::vector<std::string>(world.size());
+  at::Tensor shard = at::empty({longest}, at::kByte);
+  shard.zero_();
+  std::memcpy(shard.data_ptr(), mine.data(), mine.size());
+  at::Tensor full = at::empty({longest * world.size()}, at::kByte);
+  control_group(world).all_gather(full, shard).wait(where);
+  std::vector<std::string> all;
+  const char* bytes = static_cast<const char*>(full.data_ptr());
+  for (int r = 0; r < world.size(); ++r) all.emplace_back(bytes + r * longest, lengths[r][0]);
+  return all;
+}
+
+void report_failure(const World& world, const std::string& what, const Where& where) {
+  if (const auto& watch = world.impl().watch) watch->fail(what, world.rank(), where);
+}
+
+}  // namespace plumb

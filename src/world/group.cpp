@@ -1,0 +1,198 @@
+// The verbs of a group: what they check, how they travel, and how they are waited for.
+#include "world/group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstring>
+#include <utility>
+
+#include "world/sum.h"
+#include "world/world_impl.h"
+
+namespace plumb {
+namespace {
+
+void check_contiguous(const Group::Impl& group, const char* verb, const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return;
+  throw Error(group.rank, std::string(verb) + " takes contiguous tensors; this one has sizes " +
+                              c10::str(tensor.sizes()) + " and strides " + c10::str(tensor.strides()) +
+                              "; pass tensor.contiguous()");
+}
+
+void check_parts(const Group::Impl& group, const char* verb, const at::Tensor& full, const at::Tensor& shard) {
+  check_contiguous(group, verb, full);
+  check_contiguous(group, verb, shard);
+  if (full.numel() == shard.numel() * group.size && full.scalar_type() == shard.scalar_type()) return;
+  throw Error(group.rank, std::string(verb) + ": a full tensor of " + std::to_string(full.numel()) + " " +
+                              c10::toString(full.scalar_type()) + " does not hold " + std::to_string(group.size) +
+                              " shards of " + std::to_string(shard.numel()) + " " +
+                              c10::toString(shard.scalar_type()) + "; pad the shards to one size");
+}
+
+// The memory of a contiguous tensor as real numbers.
+at::Tensor as_real(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach();
+  return (plain.is_complex() ? at::view_as_real(plain) : plain).view({-1});
+}
+
+// The memory of a contiguous tensor in a form the backend moves.
+at::Tensor as_cargo(const Group::Impl& group, const at::Tensor& tensor) {
+  const at::Tensor flat = as_real(tensor);
+  return group.any_dtype ? flat : flat.view(at::kByte);
+}
+
+template <class Call>
+Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call, std::function<void()> finish = {}) {
+  group.watch->check();
+  Ticket ticket{group.index, 0};
+  std::lock_guard lock(group.issuing);
+  c10::intrusive_ptr<c10d::Work> work;
+  try {
+    work = call(*group.backend);
+  } catch (const Error&) {
+    throw;  // bad arguments
+  } catch (...) {
+    group.watch->explain(std::current_exception(), Where{.detail = "issuing a collective"}, ticket);
+  }
+  ticket.number = group.watch->count(group.index);
+  std::erase_if(group.pending, [](const auto& weak) {
+    const auto other = weak.lock();
+    return !other || other->isCompleted();
+  });
+  group.pending.emplace_back(work);
+  return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(finish));
+}
+
+}  // namespace
+
+Pending::Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
+                 const Ticket& ticket, std::function<void()> finish)
+    : work_(std::move(work)), watch_(std::move(watch)), keep_(std::move(keep)), group_(ticket.group),
+      number_(ticket.number), finish_(std::move(finish)) {}
+Pending::Pending() = default;
+Pending::~Pending() = default;
+Pending::Pending(Pending&&) noexcept = default;
+Pending& Pending::operator=(Pending&&) noexcept = default;
+
+void Pending::wait(const Where& where) {
+  if (!work_) return;
+  const auto work = std::move(work_);
+  work_.reset();
+  const Ticket ticket{group_, number_};
+  if (keep_.empty() || keep_.front().is_cpu()) {
+    watch_->wait(*work, where, ticket);
+  } else {
+    try {
+      work->wait();  // orders the current stream; the host goes on
+    } catch (...) {
+      watch_->explain(std::current_exception(), where, ticket);
+    }
+  }
+  if (finish_) std::exchange(finish_, {})();
+  keep_.clear();
+}
+
+Group::Group() : impl_(std::make_shared<Impl>()) {}
+int Group::rank() const { return impl_->rank; }
+int Group::size() const { return impl_->size; }
+
+// A backend with a collective under way, or a broken one, blocks in its destructor until its time-out: such a one is
+// left to the end of the process.
+Group::Impl::~Impl() {
+  bool busy = watch && watch->failed();
+  for (const auto& weak : pending) {
+    const auto work = weak.lock();
+    busy = busy || (work && !work->isCompleted());
+  }
+  if (busy && backend && backend->getBackendName() != "local") (void)backend.release();
+}
+
+std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
+                                        int index) {
+  auto group = std::make_shared<Group::Impl>();
+  const std::string name = backend->getBackendName();
+  group->rank = backend->getRank();
+  group->size = backend->getSize();
+  group->native_reduce_scatter = name != "gloo";
+  group->any_dtype = name == "local";
+  group->backend = std::move(backend);
+  group->watch = std::move(watch);
+  group->index = index;
+  return group;
+}
+
+Pending Group::all_reduce(at::Tensor tensor) {
+  check_contiguous(*impl_, "all_reduce", tensor);
+  if (size() == 1 || tensor.numel() == 0) return {};
+  std::vector<at::Tensor> cargo{as_real(tensor)};
+  return start(*impl_, cargo, [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
+}
+
+Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
+  check_parts(*impl_, "reduce_scatter", full, shard);
+  if (shard.numel() == 0) return {};
+  if (size() == 1) {
+    if (shard.data_ptr() != full.data_ptr()) shard.detach().view({-1}).copy_(full.detach().view({-1}));
+    return {};
+  }
+  at::Tensor out = as_real(shard);
+  at::Tensor in = as_real(full);
+  if (impl_->native_reduce_scatter) {
+    return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(out, in); });
+  }
+  at::Tensor parts = at::empty_like(in);
+  auto sum = [out, parts, size = size()] {
+    const int64_t stride = out.numel() * out.element_size();
+    std::vector<const void*> inputs;
+    for (int r = 0; r < size; ++r) inputs.push_back(static_cast<const char*>(parts.data_ptr()) + r * stride);
+    void* output = out.data_ptr();
+    reduce_in_order(inputs, std::span<void* const>(&output, 1), out.numel(), out.scalar_type(), Reduction::sum);
+  };
+  at::Tensor received = parts.view(at::kByte);
+  at::Tensor sent = in.view(at::kByte);
+  std::vector<int64_t> equal;
+  return start(
+      *impl_, {out, in, parts},
+      [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, std::move(sum));
+}
+
+Pending Group::all_gather(at::Tensor full, at::Tensor shard) {
+  check_parts(*impl_, "all_gather", full, shard);
+  if (shard.numel() == 0) return {};
+  if (size() == 1) {
+    if (shard.data_ptr() != full.data_ptr()) full.detach().view({-1}).copy_(shard.detach().view({-1}));
+    return {};
+  }
+  at::Tensor out = as_cargo(*impl_, full);
+  at::Tensor in = as_cargo(*impl_, shard);
+  return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._allgather_base(out, in); });
+}
+
+Pending Group::broadcast(at::Tensor tensor, int root) {
+  check_contiguous(*impl_, "broadcast", tensor);
+  if (root < 0 || root >= size()) {
+    throw Error(rank(), "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size()));
+  }
+  if (size() == 1 || tensor.numel() == 0) return {};
+  std::vector<at::Tensor> cargo{as_cargo(*impl_, tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return start(*impl_, cargo, [&](c10d::Backend& backend) { return backend.broadcast(cargo, options); });
+}
+
+Pending Group::barrier() {
+  if (size() == 1) return {};
+  return start(*impl_, {}, [](c10d::Backend& backend) { return backend.barrier(); });
+}
+
+at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
+  const auto device = options.device();
+  if (impl_->backend && !device.is_cpu() && impl_->backend->supportsTensorAlloc(device.index())) {
+    return impl_->backend->allocateTensor(numel, options);
+  }
+  return at::empty({numel}, options);
+}
+
+}  // namespace plumb

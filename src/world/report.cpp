@@ -1,0 +1,77 @@
+// Reports as text for the store and as sentences for people.
+#include "world/report.h"
+
+#include <sstream>
+
+namespace plumb {
+
+std::string Report::encode() const {
+  std::ostringstream out;
+  out << static_cast<int>(state) << ' ' << beat << ' ' << issued[0] << ' ' << issued[1] << ' ' << wait << ' '
+      << ticket.group << ' ' << ticket.number << ' ' << static_cast<int>(where.kind) << ' ' << where.step << ' '
+      << where.pass << ' ' << origin << ' ' << where.detail.size() << '\n'
+      << where.detail << message;
+  return out.str();
+}
+
+Report Report::decode(const std::string& text) {
+  Report report;
+  std::istringstream in(text);
+  int state = 0;
+  int kind = 0;
+  size_t detail = 0;
+  in >> state >> report.beat >> report.issued[0] >> report.issued[1] >> report.wait >> report.ticket.group >>
+      report.ticket.number >> kind >> report.where.step >> report.where.pass >> report.origin >> detail;
+  report.state = static_cast<State>(state);
+  report.where.kind = static_cast<Where::Kind>(kind);
+  const size_t body = text.find('\n');
+  if (in && body != std::string::npos && body + 1 + detail <= text.size()) {
+    report.where.detail = text.substr(body + 1, detail);
+    report.message = text.substr(body + 1 + detail);
+  }
+  return report;
+}
+
+std::string backwards(int64_t count) {
+  return std::to_string(count) + (count == 1 ? " backward" : " backwards");
+}
+
+std::string describe(const Where& where) {
+  std::string text;
+  switch (where.kind) {
+    case Where::Kind::setup:
+      text = "the set-up";
+      break;
+    case Where::Kind::backward:
+      text = "backward " + std::to_string(where.pass) + " of step " + std::to_string(where.step);
+      break;
+    case Where::Kind::step:
+      text = "step() number " + std::to_string(where.step) + " after " + backwards(where.pass);
+      break;
+    case Where::Kind::rebuild:
+      text = "the rebuild of the buckets after step " + std::to_string(where.step);
+      break;
+  }
+  return where.detail.empty() ? text : text + " (" + where.detail + ")";
+}
+
+std::string describe(const Report& report) {
+  switch (report.state) {
+    case Report::State::waiting:
+      return "waits in " + describe(report.where);
+    case Report::State::failed:
+      return "failed: " + without_prefix(report.message);
+    case Report::State::left:
+      return "left the world";
+    case Report::State::running:
+      break;
+  }
+  return "runs outside any collective";
+}
+
+std::string without_prefix(const std::string& what) {
+  constexpr const char* prefix = "plumb: ";
+  return what.rfind(prefix, 0) == 0 ? what.substr(7) : what;
+}
+
+}  // namespace plumb

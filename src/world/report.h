@@ -1,0 +1,57 @@
+// What a rank says of itself to the others: alive, waiting where, failed how, or left.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "plumb/error.h"
+#include "world/group.h"
+
+namespace plumb {
+
+// An error that reached this rank from another one; the cause is reported there.
+class Consequence : public Error {
+ public:
+  using Error::Error;
+};
+
+// The groups of a world, by number.
+constexpr int data_index = 0;
+constexpr int control_index = 1;
+
+// How many collectives this rank has issued on each group.
+using Counters = std::array<std::atomic<int64_t>, 2>;
+
+// The collective a wait is for: the `number`-th (from 1) of a group.
+struct Ticket {
+  int group = data_index;
+  int64_t number = 0;
+};
+
+struct Report {
+  enum class State { running, waiting, failed, left };
+  State state = State::running;
+  int64_t beat = 0;                   // renewed while the process lives
+  std::array<int64_t, 2> issued{};    // as in Counters
+  int64_t wait = 0;                   // which wait of this rank; two reports of one wait carry one number
+  Ticket ticket;                      // waiting: for what
+  Where where;                        // waiting, failed: in which place
+  int origin = -1;                    // failed: the rank where it began
+  std::string message;                // failed: what() of it
+
+  std::string encode() const;
+  static Report decode(const std::string& text);
+};
+
+// "backward 2 of step 5 (reduction of bucket 3)".
+std::string describe(const Where& where);
+// What the rank of this report is doing, as the end of a sentence that begins with its name: "is in backward 2 of …".
+std::string describe(const Report& report);
+// "1 backward", "2 backwards".
+std::string backwards(int64_t count);
+// `what` without the "plumb: " that every Error carries.
+std::string without_prefix(const std::string& what);
+
+}  // namespace plumb

@@ -1,0 +1,282 @@
+// How a long wait is watched: slices of waiting, and between them a look at what the other ranks say.
+#include "world/watch.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+namespace plumb {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds patience{2'000};          // for an answer of the board
+constexpr milliseconds evidence_limit{3'000};    // how long a broken connection is looked into
+constexpr milliseconds evidence_pause{100};
+constexpr milliseconds silence{1'800};           // a heartbeat missing this long is a process gone
+
+std::string seconds(Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+// The first line: libtorch appends a stack.
+std::string text_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& e) {
+    const std::string what = e.what();
+    return what.substr(0, what.find('\n'));
+  } catch (...) {
+    return "an unknown exception";
+  }
+}
+
+bool speaks_of_time(const std::string& text) {
+  return text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
+}
+
+bool same_place(const Where& a, const Where& b) { return a.kind == b.kind && a.step == b.step && a.pass == b.pass; }
+
+// "is in backward 2 of step 5", "called step() after 1 backward".
+std::string position(const Where& where, bool with_step) {
+  switch (where.kind) {
+    case Where::Kind::backward:
+      return "is in backward " + std::to_string(where.pass) + " of step " + std::to_string(where.step);
+    case Where::Kind::step:
+      return "called step() " + (with_step ? "number " + std::to_string(where.step) + " " : std::string()) + "after " +
+             backwards(where.pass);
+    default:
+      return "is in " + describe(where);
+  }
+}
+
+// Both wait for each other; says where, and what to do about it.
+std::string crossed(const Where& mine, int other, const Where& theirs) {
+  const bool same_step = mine.step == theirs.step;
+  auto in_loop = [](const Where& w) { return w.kind == Where::Kind::backward || w.kind == Where::Kind::step; };
+  if (in_loop(mine) && in_loop(theirs) && !same_place(mine, theirs)) {
+    return position(mine, !same_step) + ", but rank " + std::to_string(other) + " " + position(theirs, !same_step) +
+           "; every rank must run the same number of backwards before step() — a rank with nothing to do calls "
+           "engine.backward(loss) all the same";
+  }
+  return "waits in " + describe(mine) + ", but rank " + std::to_string(other) + " waits in " + describe(theirs) +
+         "; every rank must build its engines and call them in the same order";
+}
+
+}  // namespace
+
+// One long wait, from its first look on.
+struct Watch::Vigil {
+  struct Seen {
+    int64_t crossed_wait = -1;  // the other's wait that crosses ours, at the last look
+    bool left = false;          // had left without coming, at the last look
+  };
+
+  Watch& watch;
+  const Where& where;
+  const Ticket ticket;
+  const Clock::time_point begin;
+  bool open = false;
+  int blind_looks = 0;
+  std::vector<Seen> seen{};
+
+  void publish() {
+    if (open || !watch.board_) return;
+    open = true;
+    seen.resize(watch.size_);
+    ++watch.waiting_;
+    Report report;
+    report.state = Report::State::waiting;
+    report.wait = ++watch.waits_;
+    report.ticket = ticket;
+    report.where = where;
+    watch.board_->publish(report);
+  }
+
+  ~Vigil() {
+    if (!open) return;
+    --watch.waiting_;
+    if (!watch.failed()) watch.board_->publish(Report{});
+  }
+};
+
+Watch::Watch(int rank, int size, milliseconds timeout, milliseconds slice, std::shared_ptr<Counters> counters,
+             std::unique_ptr<Board> board)
+    : rank_(rank), size_(size), timeout_(timeout), slice_(slice), counters_(std::move(counters)),
+      board_(std::move(board)) {}
+
+Watch::~Watch() = default;
+
+void Watch::wait(c10d::Work& work, const Where& where, Ticket ticket) {
+  Vigil vigil{*this, where, ticket, Clock::now()};
+  for (;;) {
+    const auto left = std::chrono::duration_cast<milliseconds>(vigil.begin + timeout_ - Clock::now());
+    try {
+      work.wait(std::clamp(left, milliseconds(1), slice_));
+      return;
+    } catch (...) {
+      if (work.isCompleted()) {
+        if (const std::exception_ptr thrown = work.exception()) explain(thrown, where, ticket);
+        return;  // it ended between the slice and this line
+      }
+    }
+    look(vigil);
+    if (Clock::now() - vigil.begin >= timeout_) time_out(where, ticket, Clock::now() - vigil.begin, {});
+  }
+}
+
+// A deadlock is certain, not guessed: the other rank waits for a collective that we have not issued, we wait for one
+// that it has not issued, and a look later both still do.
+void Watch::look(Vigil& vigil) {
+  if (!board_) return;
+  check();
+  vigil.publish();
+  const auto heard = board_->read(patience);
+  if (!heard) {
+    const std::string trouble = board_->trouble();
+    if (!trouble.empty() && ++vigil.blind_looks > 2) {
+      raise("waits in " + describe(vigil.where) + ", and the store that the ranks met at is gone, with the process that "
+            "hosts it (rank 0, unless the launcher does): " + trouble, vigil.where);
+    }
+    return;
+  }
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const Report& report = (*heard)[r].report;
+    Vigil::Seen& seen = vigil.seen[r];
+    if (report.state == Report::State::failed) follow(r, report, vigil.where);
+    const bool absent = report.issued[vigil.ticket.group] < vigil.ticket.number;
+    if (report.state == Report::State::left && absent) {
+      if (seen.left) raise("waits in " + describe(vigil.where) + " for rank " + std::to_string(r) +
+                           ", which has left the world; every rank must take the same steps before its program ends",
+                           vigil.where);
+      seen.left = true;
+    }
+    const bool awaits_us = report.state == Report::State::waiting && waiting_.load() == 1 &&
+                           (*counters_)[report.ticket.group].load() < report.ticket.number;
+    if (absent && awaits_us) {
+      if (seen.crossed_wait == report.wait) raise(crossed(vigil.where, r, report.where), vigil.where);
+      seen.crossed_wait = report.wait;
+    } else {
+      seen.crossed_wait = -1;
+    }
+  }
+}
+
+void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket ticket) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& e) {  // our own backend's: complete as it is
+    fail(e.what(), rank_, where);
+    throw;
+  } catch (...) {
+  }
+  const std::string text = text_of(thrown);
+  if (speaks_of_time(text)) time_out(where, ticket, timeout_, text);
+  if (!board_) raise("communication failed in " + describe(where) + ": " + text, where);
+
+  const auto begin = Clock::now();
+  while (Clock::now() - begin < evidence_limit) {
+    const auto heard = board_->read(patience);
+    if (!heard) break;
+    std::string gone;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;
+      const auto& [report, changed] = (*heard)[r];
+      if (report.state == Report::State::failed) follow(r, report, where);
+      if (report.state == Report::State::left) {
+        raise("rank " + std::to_string(r) + " left the world while this rank was in " + describe(where) +
+              "; every rank must take the same steps before its program ends [" + text + "]", where);
+      }
+      if (Clock::now() - changed < silence) continue;
+      gone += (gone.empty() ? "" : "; ");
+      gone += "rank " + std::to_string(r) + " is gone: its process was killed, crashed or hangs (last heard of " +
+              seconds(Clock::now() - changed) + " ago, when it " + describe(report) + ")";
+    }
+    if (!gone.empty()) raise(gone + "; this rank was in " + describe(where) + " [" + text + "]", where);
+    std::this_thread::sleep_for(evidence_pause);
+  }
+  if (const std::string trouble = board_->trouble(); !trouble.empty()) {
+    raise("rank 0 is gone, and with it the store that it hosts (or its launcher): " + trouble + "; this rank was in " +
+          describe(where) + " [" + text + "]", where);
+  }
+  raise("lost the connection to another rank in " + describe(where) + ", though all still run; look for their errors, "
+        "and check the network between them [" + text + "]", where);
+}
+
+void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause) {
+  std::string message = "waited " + seconds(waited) + " in " + describe(where);
+  const std::string tail = cause.empty() ? "" : " [" + cause + "]";
+  const auto heard = board_ ? board_->read(patience) : std::nullopt;
+  if (!heard) {
+    const std::string trouble = board_ ? board_->trouble() : "";
+    raise(message + ", and not every rank came within the time-out" +
+          (trouble.empty() ? "" : "; rank 0 is gone, and with it the store: " + trouble) + tail, where);
+  }
+  std::string missing;
+  for (int r = 0; r < size_; ++r) {
+    const auto& [report, changed] = (*heard)[r];
+    if (r == rank_) continue;
+    if (report.state == Report::State::failed) follow(r, report, where);
+    if (report.issued[ticket.group] >= ticket.number) continue;
+    missing += (missing.empty() ? "" : "; ");
+    missing += "rank " + std::to_string(r) + " did not come";
+    if (board_->beats()) missing += "; last heard of " + seconds(Clock::now() - changed) + " ago";
+    missing += ": it " + describe(report);
+  }
+  if (missing.empty()) missing = "every rank came, but the data did not; check the network, or raise the time-out";
+  raise(message + ": " + missing + tail, where);
+}
+
+void Watch::follow(int other, const Report& report, const Where& where) {
+  const int origin = report.origin >= 0 ? report.origin : other;
+  const std::string text = without_prefix(report.message);
+  // The text of an Error begins with the rank already.
+  const std::string name = "rank " + std::to_string(other);
+  const Consequence error(rank_, name + " failed: " +
+                                     (text.rfind(name + ": ", 0) == 0 ? text.substr(name.size() + 2) : text) +
+                                     " (this rank was in " + describe(where) + ")");
+  fail(error.what(), origin, where);
+  throw error;
+}
+
+void Watch::raise(const std::string& message, const Where& where) {
+  const Error error(rank_, message);
+  fail(error.what(), rank_, where);
+  throw error;
+}
+
+void Watch::fail(const std::string& what, int origin, const Where& where) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failed_.load()) return;
+    failure_ = what;
+    failed_.store(true, std::memory_order_release);
+  }
+  if (!board_) return;
+  Report report;
+  report.state = Report::State::failed;
+  report.where = where;
+  report.origin = origin;
+  report.message = what;
+  board_->publish(report);
+}
+
+void Watch::rethrow() const {
+  std::lock_guard lock(mutex_);
+  const std::string text = without_prefix(failure_);
+  const std::string name = "rank " + std::to_string(rank_) + ": ";
+  throw Consequence(rank_, "an earlier failure ended this world: " +
+                               (text.rfind(name, 0) == 0 ? text.substr(name.size()) : text));
+}
+
+void Watch::leave() {
+  if (board_) board_->leave();
+}
+
+}  // namespace plumb

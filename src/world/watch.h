@@ -1,0 +1,71 @@
+// The watch: no rank waits forever, and the error says who kept it waiting, where, and why.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "world/board.h"
+#include "world/report.h"
+
+namespace plumb {
+
+class Watch {
+ public:
+  // `board` may be null: then errors name what this rank knows. `slice`: how long a wait stays silent.
+  Watch(int rank, int size, std::chrono::milliseconds timeout, std::chrono::milliseconds slice,
+        std::shared_ptr<Counters> counters, std::unique_ptr<Board> board);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  int rank() const { return rank_; }
+
+  // Returns when `work` has ended well. Otherwise an Error: the ranks that did not come within the time-out, a rank
+  // that waits elsewhere for us (both would wait forever), a rank that failed, left or died.
+  void wait(c10d::Work& work, const Where& where, Ticket ticket);
+
+  // Counts a collective that was issued on `group`, and returns its number.
+  int64_t count(int group) { return (*counters_)[group].fetch_add(1) + 1; }
+
+  // Throws what this rank failed with before: after an error the groups are dead.
+  void check() const {
+    if (failed_.load(std::memory_order_acquire)) rethrow();
+  }
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
+  // Tells the other ranks that this one fails with `what`, which began at rank `origin`. The first call counts.
+  void fail(const std::string& what, int origin, const Where& where);
+
+  // Turns what a backend threw into an Error that names the rank at fault if it can be found out.
+  [[noreturn]] void explain(const std::exception_ptr& thrown, const Where& where, Ticket ticket);
+
+  // The orderly end of this rank's part.
+  void leave();
+
+ private:
+  struct Vigil;
+  void look(Vigil& vigil);
+  [[noreturn]] void raise(const std::string& message, const Where& where);
+  [[noreturn]] void follow(int other, const Report& report, const Where& where);
+  [[noreturn]] void time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause);
+  [[noreturn]] void rethrow() const;
+
+  const int rank_;
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds slice_;
+  const std::shared_ptr<Counters> counters_;
+  const std::unique_ptr<Board> board_;
+  std::atomic<int64_t> waits_{0};
+  std::atomic<int> waiting_{0};  // threads of this rank in a long wait
+  std::atomic<bool> failed_{false};
+  mutable std::mutex mutex_;  // guards failure_
+  std::string failure_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,54 @@
+// What a World holds, and how one is put together.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "world/group.h"
+#include "world/watch.h"
+
+namespace plumb {
+
+struct Group::Impl {
+  c10::intrusive_ptr<c10d::Backend> backend;  // null: one rank
+  std::shared_ptr<Watch> watch;
+  int index = data_index;
+  int rank = 0;
+  int size = 1;
+  // The backend sums shards itself; otherwise all-to-all and a sum on this rank.
+  bool native_reduce_scatter = true;
+  // The backend moves every dtype; otherwise gathered and broadcast memory travels as bytes.
+  bool any_dtype = true;
+  std::mutex issuing;  // one order for the backend's count and ours
+  std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
+
+  ~Impl();
+};
+
+// A group over `backend` that knows what this kind of backend does by itself.
+std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
+                                        int index);
+
+struct World::Impl {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  std::string backend = "local";
+  std::chrono::milliseconds timeout{60'000};
+  c10::intrusive_ptr<c10d::Store> store;
+  std::shared_ptr<Watch> watch;  // null: one rank
+  std::shared_ptr<Group::Impl> data = std::make_shared<Group::Impl>();
+  std::shared_ptr<Group::Impl> control = data;
+
+  Impl() = default;
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl();
+};
+
+}  // namespace plumb
