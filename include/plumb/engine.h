@@ -100,6 +100,7 @@ class Engine {
   const Options& options() const;
 
   struct Impl;
+  Impl& impl() const { return *impl_; }
 
  private:
   friend class NoSync;

@@ -1,0 +1,184 @@
+#include "plumb/engine.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "engine/impl.h"
+#include "grad/manifest.h"
+#include "optim/norm.h"
+
+namespace plumb {
+namespace {
+
+// Whose parameter is it? One parameter in two engines would be reduced and updated twice.
+class Owners {
+ public:
+  void claim(int rank, const NamedTensors& parameters, const void* owner) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [name, parameter] : parameters) {
+      if (owners_.contains(parameter.unsafeGetTensorImpl())) {
+        throw Error(rank, "parameter '" + name + "' belongs to another engine already; give each parameter to one engine");
+      }
+    }
+    for (const auto& [name, parameter] : parameters) owners_[parameter.unsafeGetTensorImpl()] = owner;
+  }
+  void release(const void* owner) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(owners_, [&](const auto& entry) { return entry.second == owner; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const void*, const void*> owners_;
+};
+
+Owners& owners() {
+  static auto* instance = new Owners;  // never destroyed: engines may outlive main
+  return *instance;
+}
+
+// A tensor registered under several names (tied weights) is one parameter, under its first name.
+NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) {
+  NamedTensors result;
+  std::unordered_map<const void*, bool> seen;
+  for (const auto& item : named) {
+    if (item.value().defined() && seen.emplace(item.value().unsafeGetTensorImpl(), true).second) {
+      result.emplace_back(item.key(), item.value());
+    }
+  }
+  return result;
+}
+
+void check_options(int rank, const Options& options) {
+  strategy(options.strategy);
+  if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0) {
+    throw Error(rank, "the bucket caps are " + std::to_string(options.first_bucket_bytes) + " and " +
+                          std::to_string(options.bucket_bytes) + " bytes; both must be positive");
+  }
+  if (options.clip_norm && !(*options.clip_norm > 0)) {
+    throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
+  }
+  if (options.accumulate_dtype && !at::isFloatingType(*options.accumulate_dtype)) {
+    throw Error(rank, c10::str("accumulate_dtype is ", *options.accumulate_dtype, "; it must be a floating-point dtype"));
+  }
+}
+
+}  // namespace
+
+Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers, Optimizer optimizer,
+                   Options the_options)
+    : world(std::move(the_world)),
+      options(std::move(the_options)),
+      parameters(std::move(the_parameters)),
+      buffers(std::move(the_buffers)),
+      updater(world.rank(), optimizer, options, parameters) {
+  check_options(world.rank(), options);
+  // A rank that finds its own model wanting tells the others before it leaves.
+  std::exception_ptr failure;
+  try {
+    check_model(world.rank(), parameters);
+    owners().claim(world.rank(), parameters, this);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    check_together(world, failure);
+    check_same_model(world, parameters, buffers, optimizer, options);
+    reducer = std::make_shared<Reducer>(world, parameters, options);
+    const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
+    broadcast(parameters, where);
+    broadcast(buffers, where);
+    reducer->start();
+  } catch (...) {
+    owners().release(this);
+    throw;
+  }
+}
+
+Engine::Impl::~Impl() {
+  reducer->stop();
+  owners().release(this);
+}
+
+void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
+  Group& group = reducer->data();
+  if (group.size() == 1 || tensors.empty()) return;
+  at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.defined() && tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor);
+  }
+  for (auto& [dtype, members] : by_dtype) {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& member : members) flat.push_back(member.detach().reshape(-1));
+    const at::Tensor joined = at::cat(flat);
+    const bool odd = dtype == at::kBool;  // not every backend carries booleans
+    group.broadcast(odd ? joined.view(at::kByte) : joined, 0).wait(where);
+    if (group.rank() == 0) continue;
+    int64_t offset = 0;
+    for (const at::Tensor& member : members) {
+      member.detach().copy_(joined.narrow(0, offset, member.numel()).view(member.sizes()));
+      offset += member.numel();
+    }
+  }
+}
+
+Engine::Engine(World world, torch::nn::Module& module, Optimizer optimizer, Options options)
+    : Engine(std::move(world), distinct(module.named_parameters()), distinct(module.named_buffers()),
+             std::move(optimizer), std::move(options)) {}
+
+Engine::Engine(World world, NamedTensors parameters, NamedTensors buffers, Optimizer optimizer, Options options)
+    : impl_(std::make_unique<Impl>(std::move(world), std::move(parameters), std::move(buffers), std::move(optimizer),
+                                   std::move(options))) {}
+
+Engine::~Engine() = default;
+
+void Engine::backward(const at::Tensor& loss, bool retain_graph) {
+  Reducer& reducer = *impl_->reducer;
+  reducer.begin_backward();
+  try {
+    if (loss.defined() && loss.requires_grad()) loss.backward({}, retain_graph);
+  } catch (...) {
+    const std::exception_ptr failure = std::current_exception();
+    reducer.end_backward(failure);
+    std::rethrow_exception(failure);
+  }
+  reducer.end_backward(nullptr);
+}
+
+StepInfo Engine::step() {
+  Reducer& reducer = *impl_->reducer;
+  reducer.settle_step();
+  StepInfo info;
+  info.step = reducer.steps();
+  const double factor = impl_->options.schedule.factor(info.step);
+  info.lr = impl_->updater.lr() * factor;
+  if (impl_->options.clip_norm) {
+    info.grad_norm = gradient_norm(reducer.buckets());
+    clip_gradients(reducer.buckets(), info.grad_norm, *impl_->options.clip_norm);
+  }
+  std::vector<bool> active;
+  for (const Sink& sink : reducer.sinks()) active.push_back(sink.grad().defined());
+  impl_->updater.step(reducer.buckets(), factor, reducer.ledger(), reducer.fault);
+  reducer.ledger().close_step(active);
+  impl_->broadcast(impl_->buffers, reducer.here(Where::Kind::step, "the broadcast of rank 0's buffers"));
+  reducer.finish_step();
+  return info;
+}
+
+void Engine::zero_grad() {
+  for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
+}
+
+void Engine::set_lr(double lr) { impl_->updater.set_lr(lr); }
+
+const World& Engine::world() const { return impl_->world; }
+const Options& Engine::options() const { return impl_->options; }
+
+NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->reducer->hold_sync(+1); }
+NoSync::~NoSync() { engine_.impl_->reducer->hold_sync(-1); }
+
+}  // namespace plumb

@@ -1,0 +1,25 @@
+// Tells when a backward of the user's ends. A backward that runs inside another (re-entrant checkpointing, a backward
+// in a hook) belongs to the outermost one: one pass, not two.
+#pragma once
+
+#include <exception>
+#include <memory>
+
+namespace plumb::backward {
+
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  // The outermost backward is over: on the thread that called it, outside autograd. `failure` is what it threw, or
+  // null. An exception thrown here reaches the user's backward() call; it is dropped when there is a failure already.
+  virtual void backward_ended(std::exception_ptr failure) = 0;
+};
+
+// Makes libtorch's default autograd engine one that announces its backwards. Idempotent.
+void install();
+
+// Inside an autograd hook: has `listener` called when the outermost backward around this hook ends. False if that was
+// arranged already.
+bool listen(const std::shared_ptr<Listener>& listener);
+
+}  // namespace plumb::backward

@@ -1,0 +1,115 @@
+#include "grad/ledger.h"
+
+#include "plumb/error.h"
+
+namespace plumb {
+
+void Ledger::arrange(const std::vector<std::string>& names, const std::vector<int>& bucket_of, int buckets) {
+  names_ = names;
+  accounts_.resize(names.size());
+  reductions_.resize(buckets);
+  members_.assign(buckets, {});
+  for (size_t i = 0; i < names.size(); ++i) {
+    accounts_[i].bucket = bucket_of[i];
+    members_[bucket_of[i]].push_back(static_cast<int>(i));
+  }
+}
+
+void Ledger::open_pass(int64_t step, int64_t pass) {
+  if (off()) return;
+  step_ = step;
+  pass_ = pass;
+  for (Account& account : accounts_) account.delivered = account.settled = account.covered = 0;
+  for (Reductions& reductions : reductions_) reductions = {};
+}
+
+void Ledger::delivered(int sink) {
+  if (!off()) ++accounts_[sink].delivered;
+}
+
+void Ledger::settled(int sink) {
+  if (!off()) ++accounts_[sink].settled;
+}
+
+void Ledger::late(int bucket) {
+  if (!off()) reductions_[bucket].due = 2;
+}
+
+void Ledger::reduced(int bucket) {
+  if (off()) return;
+  ++reductions_[bucket].begun;
+  for (int member : members_[bucket]) {
+    Account& account = accounts_[member];
+    account.covered = account.settled;
+    account.held = 0;
+  }
+}
+
+void Ledger::close_pass(Sync sync) {
+  if (off()) return;
+  for (Account& account : accounts_) {
+    if (account.settled < account.delivered) {
+      fail(account, "a gradient was dropped: " + std::to_string(account.delivered) + " delivered, " +
+                        std::to_string(account.settled) + " reached the bucket");
+    }
+    if (account.settled > account.delivered) {
+      fail(account, "a gradient was doubled: " + std::to_string(account.delivered) + " delivered, " +
+                        std::to_string(account.settled) + " reached the bucket");
+    }
+    if (sync == Sync::held) {
+      account.held += account.settled;
+    } else {
+      const Reductions& reductions = reductions_[account.bucket];
+      const std::string bucket = "bucket " + std::to_string(account.bucket);
+      if (reductions.begun == 0) fail(account, "the gradient was never reduced: no reduction of " + bucket + " began");
+      if (account.covered < account.settled) {
+        fail(account, "the gradient was reduced early: " + bucket + " was reduced before it came");
+      }
+      if (reductions.begun > reductions.due) {
+        fail(account, "the gradient was reduced twice: " + std::to_string(reductions.begun) + " reductions of " + bucket +
+                          " began, " + std::to_string(reductions.due) + " due");
+      }
+    }
+    account.due += account.settled;
+    account.delivered = account.settled = account.covered = 0;
+  }
+}
+
+void Ledger::abandon_pass() {
+  if (off()) return;
+  for (Account& account : accounts_) account.delivered = account.settled = account.covered = 0;
+}
+
+void Ledger::consumed(int sink) {
+  if (!off()) ++accounts_[sink].consumed;
+}
+
+void Ledger::close_step(const std::vector<bool>& active) {
+  if (off()) return;
+  for (size_t i = 0; i < accounts_.size(); ++i) {
+    Account& account = accounts_[i];
+    if (active[i] && account.due > 0) {
+      if (account.held > 0) {
+        fail(account, "the gradient was consumed unreduced: " + std::to_string(account.held) +
+                          " contributions are still this rank's alone");
+      }
+      if (account.consumed == 0) fail(account, "the gradient was never consumed by the optimizer");
+    }
+    if (account.consumed > 1) {
+      fail(account, "the gradient was consumed " + std::to_string(account.consumed) + " times in one step");
+    }
+    account.held = account.due = account.consumed = 0;
+  }
+}
+
+std::string Ledger::where() const {
+  return "backward " + std::to_string(pass_) + " of step " + std::to_string(step_);
+}
+
+void Ledger::fail(const Account& account, const std::string& what) const {
+  const auto index = static_cast<size_t>(&account - accounts_.data());
+  throw Error(rank_, "parameter '" + names_[index] + "', " + where() + ": " + what +
+                         ". This is a defect of the engine, not of your program; please report it");
+}
+
+}  // namespace plumb

@@ -1,0 +1,19 @@
+// The model check: every rank must have built the same model, or nobody trains.
+#pragma once
+
+#include "plumb/engine.h"
+
+namespace plumb {
+
+// Compares names, order, shapes, strides, dtypes, devices' types, requires_grad and the options that shape the work over
+// all ranks. Throws on every rank, naming the first difference. Collective.
+void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+                      const Optimizer& optimizer, const Options& options);
+
+// What one process can see alone: nothing trainable, a parameter twice, memory shared by two, a device of its own.
+void check_model(int rank, const NamedTensors& parameters);
+
+// Throws `failure` on the rank that has one, and an Error that names that rank everywhere else. Collective.
+void check_together(const World& world, std::exception_ptr failure);
+
+}  // namespace plumb

@@ -1,0 +1,156 @@
+// Who is in the buckets: the reducer's parameters, their hooks, and the rebuild in ready order.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "grad/reducer.h"
+
+namespace plumb {
+namespace {
+
+using Kind = std::tuple<at::ScalarType, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+
+// The layout of these sinks in this order; `indices[i]` is the sink of the layout's item i.
+Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options) {
+  std::map<Kind, int> kinds;
+  std::vector<Item> items;
+  std::vector<int> order;
+  for (int index : indices) {
+    const Sink& sink = sinks[index];
+    const at::Tensor& parameter = sink.parameter;
+    const Kind kind{sink.rule.bucket, parameter.scalar_type(), parameter.device().type(), parameter.device().index()};
+    const int number = kinds.emplace(kind, static_cast<int>(kinds.size())).first->second;
+    order.push_back(static_cast<int>(items.size()));
+    items.push_back({parameter.numel(), static_cast<int64_t>(c10::elementSize(sink.rule.bucket)), number});
+  }
+  return plan(items, order, {options.bucket_bytes, options.first_bucket_bytes, 1});
+}
+
+}  // namespace
+
+Reducer::Reducer(World world, const NamedTensors& parameters, const Options& options)
+    : world_(std::move(world)),
+      options_(options),
+      data_(new_data_group(world_)),
+      control_(new_control_group(world_)),
+      ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
+      candidates_(parameters),
+      sink_of_(parameters.size(), -1) {}
+
+void Reducer::start() {
+  backward::install();
+  std::vector<int> trainable = newcomers();
+  // Gradients come roughly in the reverse order of the model.
+  std::reverse(trainable.begin(), trainable.end());
+  admit(trainable);
+}
+
+std::vector<int> Reducer::newcomers() const {
+  std::vector<int> result;
+  for (size_t i = 0; i < candidates_.size(); ++i) {
+    if (sink_of_[i] < 0 && candidates_[i].second.requires_grad()) result.push_back(static_cast<int>(i));
+  }
+  return result;
+}
+
+int64_t Reducer::newcomers_digest() const {
+  uint64_t digest = 0;
+  for (int candidate : newcomers()) digest = (digest ^ static_cast<uint64_t>(candidate + 1)) * 0x100000001b3u + 1;
+  return static_cast<int64_t>(digest);
+}
+
+void Reducer::admit(const std::vector<int>& candidates) {
+  std::vector<int> indices;
+  for (int candidate : candidates) {
+    const auto& [name, parameter] = candidates_[candidate];
+    Sink& sink = sinks_.emplace_back();
+    sink.index = static_cast<int>(sinks_.size()) - 1;
+    sink.name = name;
+    sink.parameter = parameter;
+    sink.rule = grad_rule(parameter, options_.accumulate_dtype);
+    sink_of_[candidate] = sink.index;
+    indices.push_back(sink.index);
+    hook(sink);
+  }
+  place(plan_sinks(sinks_, indices, options_), indices);
+}
+
+void Reducer::hook(Sink& sink) {
+  sink.accumulator = torch::autograd::impl::grad_accumulator(sink.parameter);
+  // Hooks cannot be taken off again, and may outlive this object in a graph the user keeps.
+  std::weak_ptr<Reducer> weak = weak_from_this();
+  Sink* target = &sink;
+  sink.accumulator->add_pre_hook(std::make_unique<PreHook>([weak, target](const at::Tensor& gradient) {
+    auto self = weak.lock();
+    return self ? self->before_accumulation(*target, gradient) : gradient;
+  }));
+  sink.accumulator->add_post_hook(std::make_unique<PostHook>([weak, target](const at::Tensor& gradient) {
+    if (auto self = weak.lock()) self->after_accumulation(*target, gradient);
+  }));
+}
+
+void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
+  for (const BucketShape& shape : layout.buckets) {
+    const int number = static_cast<int>(buckets_.size());
+    Bucket& bucket = buckets_.emplace_back();
+    bucket.index = number;
+    const Sink& any = sinks_[indices[shape.items[0]]];
+    bucket.gradient =
+        data_.allocate(shape.numel, at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device())).zero_();
+    for (int item : shape.items) {
+      Sink& sink = sinks_[indices[item]];
+      const Slot slot{number, layout.slots[item].offset};
+      sink.bind(slot, view_in(bucket.gradient, slot.offset, sink.parameter));
+      bucket.sinks.push_back(&sink);
+    }
+  }
+  std::vector<std::string> names;
+  std::vector<int> bucket_of;
+  for (const Sink& sink : sinks_) {
+    names.push_back(sink.name);
+    bucket_of.push_back(sink.slot.bucket);
+  }
+  ledger_.arrange(names, bucket_of, static_cast<int>(buckets_.size()));
+}
+
+void Reducer::admit_newcomers(const std::vector<Facts>& all, std::vector<bool>& late) {
+  if (all[0].newcomers == 0) return;
+  admit(newcomers());
+  late.resize(buckets_.size(), true);
+}
+
+// In the order in which gradients became ready on rank 0, counting each parameter when its last one came; parameters
+// without a gradient keep their order behind. Happens once: later passes mostly come in the same order.
+void Reducer::rebuild() {
+  rebuilt_ = true;
+  std::vector<int64_t> order;
+  std::vector<bool> placed(sinks_.size());
+  for (auto it = ready_order_.rbegin(); it != ready_order_.rend(); ++it) {
+    if (!placed[*it]) order.push_back(*it);
+    placed[*it] = true;
+  }
+  std::reverse(order.begin(), order.end());
+  for (const Bucket& bucket : buckets_) {
+    for (const Sink* sink : bucket.sinks) {
+      if (!placed[sink->index]) order.push_back(sink->index);
+    }
+  }
+  if (control_.size() > 1) {
+    at::Tensor wire = at::tensor(order, at::kLong);
+    try {
+      control_.broadcast(wire, 0).wait(here(Where::Kind::rebuild, "the order of the buckets"));
+    } catch (const std::exception& error) {
+      broken_ = error.what();
+      throw;
+    }
+    order.assign(wire.data_ptr<int64_t>(), wire.data_ptr<int64_t>() + wire.numel());
+  }
+  const std::vector<int> indices(order.begin(), order.end());
+  std::deque<Bucket> old = std::move(buckets_);  // alive until every gradient has moved
+  buckets_.clear();
+  place(plan_sinks(sinks_, indices, options_), indices);
+}
+
+}  // namespace plumb

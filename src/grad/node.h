@@ -1,0 +1,37 @@
+// Autograd nodes and their hooks, written once for every libtorch from 2.11 to 2.13.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <utility>
+
+namespace plumb {
+
+// shared_ptr up to 2.12, intrusive_ptr from 2.13.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+using torch::autograd::variable_list;
+
+// Before a leaf accumulates: sees the gradient, and passes on the one it returns.
+struct PreHook final : torch::autograd::FunctionPreHook {
+  using Call = std::function<at::Tensor(const at::Tensor& gradient)>;
+  explicit PreHook(Call call) : call(std::move(call)) {}
+  variable_list operator()(const variable_list& gradients) override { return {call(gradients[0])}; }
+  Call call;
+};
+
+// After a leaf has accumulated: sees the gradient that came.
+struct PostHook final : torch::autograd::FunctionPostHook {
+  using Call = std::function<void(const at::Tensor& gradient)>;
+  explicit PostHook(Call call) : call(std::move(call)) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    call(inputs[0]);
+    return outputs;
+  }
+  Call call;
+};
+
+}  // namespace plumb

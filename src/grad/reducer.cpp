@@ -1,0 +1,336 @@
+#include "grad/reducer.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+namespace plumb {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+// ---- one gradient
+
+at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
+  Lock lock(mutex_);
+  if (stopped_) return gradient;
+  check_alive();
+  if (!open_) open_pass();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task != last_task_) {
+    last_task_ = task;
+    if (backward::listen(shared_from_this())) ++attached_;
+  }
+  // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
+  Bucket& bucket = buckets_[sink.slot.bucket];
+  if (bucket.launched && fault != Fault::reduce_early) {
+    bucket.reduction.wait(here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
+    bucket.late = true;
+    ledger_.late(bucket.index);
+  }
+  return gradient;
+}
+
+void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
+  Lock lock(mutex_);
+  if (stopped_ || !open_) return;
+  Bucket& bucket = buckets_[sink.slot.bucket];
+  if (gradient.defined()) {
+    ledger_.delivered(sink.index);
+    if (!sink.grad().defined()) {
+      throw Error(world_.rank(), "parameter '" + sink.name +
+                                     "' has no gradient right after one was accumulated: a hook took it away. Gradients "
+                                     "must stay until step(); let the engine's optimizer consume them");
+    }
+    if (fault != Fault::drop_delivery) {
+      sink.settle();
+      bucket.producers.wrote(bucket.gradient.device());
+      ledger_.settled(sink.index);
+      if (fault == Fault::double_delivery) ledger_.settled(sink.index);
+    }
+  }
+  ready_order_.push_back(sink.index);
+  if (sink.deliveries++ == 0) --bucket.waiting;
+  if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) reduce(bucket);
+  if (synced_) launch_ready();
+}
+
+// ---- one pass
+
+void Reducer::open_pass() {
+  open_ = true;
+  synced_ = no_sync_ == 0;
+  failure_ = nullptr;
+  last_task_ = -1;
+  next_ = 0;
+  ready_order_.clear();
+  ++passes_;
+  ledger_.open_pass(steps_, passes_);
+  for (Bucket& bucket : buckets_) {
+    bucket.launched = bucket.late = false;
+    bucket.waiting = 0;
+    for (Sink* sink : bucket.sinks) {
+      sink->deliveries = 0;
+      if (sink->parameter.requires_grad()) ++bucket.waiting;
+    }
+  }
+  untangle();
+}
+
+// A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
+// its own before anything is copied.
+void Reducer::untangle() {
+  for (Sink& sink : sinks_) {
+    if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;
+    for (const Bucket& bucket : buckets_) {
+      if (sink.grad().storage().is_alias_of(bucket.gradient.storage())) {
+        at::NoGradGuard no_grad;
+        sink.grad() = sink.grad().clone();
+        break;
+      }
+    }
+  }
+}
+
+// The last bucket stays until the backward has ended: its last gradient comes then anyway.
+void Reducer::launch_ready() {
+  while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) reduce(buckets_[next_++]);
+}
+
+void Reducer::reduce(Bucket& bucket) {
+  at::NoGradGuard no_grad;
+  bucket.launched = true;
+  for (Sink* sink : bucket.sinks) {
+    if (sink->grad_in_bucket()) continue;
+    try {
+      sink->settle();
+    } catch (...) {
+      // The others wait for this reduction all the same; the failure is told when the pass closes.
+      if (!failure_) failure_ = std::current_exception();
+      sink->view.zero_();
+    }
+  }
+  ledger_.reduced(bucket.index);
+  if (data_.size() == 1) return;
+  const auto device = bucket.gradient.device();
+  bucket.producers.wrote(device);
+  bucket.producers.join(device);
+  bucket.gradient.mul_(1.0 / data_.size());
+  bucket.reduction = data_.all_reduce(bucket.gradient);
+  bucket.producers.clear();
+}
+
+void Reducer::begin_backward() {
+  Lock lock(mutex_);
+  check_alive();
+  if (!open_) open_pass();
+  ++attached_;
+}
+
+void Reducer::end_backward(std::exception_ptr failure) { backward_ended(failure); }
+
+void Reducer::backward_ended(std::exception_ptr failure) {
+  Lock lock(mutex_);
+  if (!open_) return;
+  if (failure && !failure_) failure_ = failure;
+  if (--attached_ > 0) return;
+  attached_ = 0;
+  open_ = false;
+  if (stopped_ || !broken_.empty()) return;
+  close_pass(failure != nullptr);
+}
+
+void Reducer::close_pass(bool failure_is_known) {
+  if (synced_) {
+    close_synced_pass();
+  } else {
+    held_ = true;
+    if (!failure_) ledger_.close_pass(Ledger::Sync::held);
+  }
+  if (failure_) ledger_.abandon_pass();
+  if (failure_ && !failure_is_known) std::rethrow_exception(failure_);
+}
+
+void Reducer::close_synced_pass() {
+  const Where where = here(Where::Kind::backward);
+  std::vector<Facts> all;
+  try {
+    while (next_ < buckets_.size()) {
+      Bucket& bucket = buckets_[next_++];
+      if (fault == Fault::reduce_never && bucket.index == 0) continue;
+      if (!bucket.launched) reduce(bucket);
+    }
+    std::vector<bool> late;
+    for (const Bucket& bucket : buckets_) late.push_back(bucket.late);
+    all = agree(Where::Kind::backward, late);
+    for (Bucket& bucket : buckets_) {
+      Where detailed = where;
+      detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
+      bucket.reduction.wait(detailed);
+    }
+    for (const Facts& facts : all) {
+      for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
+    }
+    for (size_t i = 0; i < late.size(); ++i) {
+      if (late[i]) ledger_.late(static_cast<int>(i));
+    }
+    admit_newcomers(all, late);
+    if (fault == Fault::reduce_twice) late[0] = true;
+    reduce_and_wait(late, where);
+    adopt(all);
+  } catch (const std::exception& error) {
+    broken_ = error.what();
+    throw;
+  }
+  held_ = false;
+  throw_if_failed(all, true);
+  if (failure_) return;
+  ledger_.close_pass(Ledger::Sync::reduced);
+  if (!rebuilt_) rebuild();
+}
+
+// ---- agreement
+
+std::vector<Facts> Reducer::agree(Where::Kind kind, std::vector<bool> late) {
+  Facts mine;
+  mine.kind = kind;
+  mine.step = steps_;
+  mine.pass = passes_;
+  mine.failed = failure_ != nullptr;
+  mine.newcomers = newcomers_digest();
+  mine.late = std::move(late);
+  for (const Sink& sink : sinks_) mine.used.push_back(sink.grad().defined());
+  if (control_.size() == 1) return {mine};
+  std::vector<Facts> all;
+  for (const auto& words : control_.exchange(mine.pack(), here(kind))) {
+    all.push_back(Facts::unpack(words, mine.late.size(), mine.used.size()));
+  }
+  check_in_step(all);
+  return all;
+}
+
+void Reducer::check_in_step(const std::vector<Facts>& all) const {
+  auto told = [](const Facts& facts) {
+    const std::string backwards = std::to_string(facts.pass) + (facts.pass == 1 ? " backward" : " backwards");
+    return facts.kind == Where::Kind::step
+               ? "called step() number " + std::to_string(facts.step) + " after " + backwards
+               : "is in backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step);
+  };
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const Facts& first = all[0];
+    const Facts& other = all[rank];
+    if (other.kind != first.kind || other.step != first.step || other.pass != first.pass) {
+      throw Error(world_.rank(), "rank 0 " + told(first) + ", but rank " + std::to_string(rank) + " " + told(other) +
+                                     ". Every rank must run the same number of backwards before step(); a rank with "
+                                     "nothing to contribute calls engine.backward() all the same");
+    }
+    if (other.newcomers != first.newcomers) {
+      throw Error(world_.rank(), "parameters were frozen or unfrozen differently on rank 0 and rank " +
+                                     std::to_string(rank) + "; change requires_grad alike on every rank");
+    }
+  }
+}
+
+void Reducer::throw_if_failed(const std::vector<Facts>& all, bool failure_is_known) {
+  if (failure_) {
+    if (!failure_is_known) std::rethrow_exception(failure_);
+    return;
+  }
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].failed) continue;
+    ledger_.abandon_pass();
+    throw Error(world_.rank(), "backward " + std::to_string(all[rank].pass) + " of step " +
+                                   std::to_string(all[rank].step) + " failed on rank " + std::to_string(rank) +
+                                   ", so its gradients are incomplete on every rank; call zero_grad() and run it again "
+                                   "on every rank");
+  }
+}
+
+void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where) {
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i]) reduce(buckets_[i]);
+  }
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i]) buckets_[i].reduction.wait(where);
+  }
+}
+
+void Reducer::adopt(const std::vector<Facts>& all) {
+  for (Sink& sink : sinks_) {
+    const auto index = static_cast<size_t>(sink.index);
+    const bool used = std::any_of(all.begin(), all.end(),
+                                  [&](const Facts& facts) { return index < facts.used.size() && facts.used[index]; });
+    sink.adopt(used);
+  }
+}
+
+// ---- one step
+
+void Reducer::settle_step() {
+  Lock lock(mutex_);
+  check_alive();
+  if (open_) throw Error(world_.rank(), "step() was called inside a backward; call it after backward() has returned");
+  failure_ = nullptr;
+  untangle();
+  std::vector<bool> late;
+  for (const Bucket& bucket : buckets_) {
+    const bool elsewhere =
+        std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad_elsewhere(); });
+    late.push_back((held_ && fault != Fault::consume_unreduced) || elsewhere);
+  }
+  const Where where = here(Where::Kind::step);
+  std::vector<Facts> all;
+  try {
+    all = agree(Where::Kind::step, late);
+    for (const Facts& facts : all) {
+      for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
+    }
+    admit_newcomers(all, late);
+    reduce_and_wait(late, where);
+  } catch (const std::exception& error) {
+    broken_ = error.what();
+    throw;
+  }
+  if (failure_) std::rethrow_exception(failure_);
+  held_ = false;
+  for (Sink& sink : sinks_) {
+    if (late[sink.slot.bucket]) continue;
+    for (size_t rank = 1; rank < all.size(); ++rank) {
+      const auto index = static_cast<size_t>(sink.index);
+      if (all[rank].used[index] == all[0].used[index]) continue;
+      const bool first = all[0].used[index];
+      throw Error(world_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") + " gradient on rank 0 and " +
+                                     (first ? "none" : "one") + " on rank " + std::to_string(rank) +
+                                     " at step(); set or clear gradients alike on every rank");
+    }
+  }
+  adopt(all);
+  for (Sink& sink : sinks_) {
+    // The user may have changed a tensor that is not the view since its reduction.
+    if (sink.grad_mirrored()) sink.settle();
+  }
+}
+
+void Reducer::finish_step() {
+  Lock lock(mutex_);
+  ++steps_;
+  passes_ = 0;
+}
+
+void Reducer::hold_sync(int change) {
+  Lock lock(mutex_);
+  no_sync_ += change;
+}
+
+void Reducer::stop() {
+  Lock lock(mutex_);
+  stopped_ = true;
+}
+
+void Reducer::check_alive() const {
+  if (!broken_.empty()) {
+    throw Error(world_.rank(), "communication ended with an earlier error; build a new world and engine. It was: " + broken_);
+  }
+}
+
+}  // namespace plumb

@@ -1,0 +1,117 @@
+// Reducer: turns ready buckets into collectives, in the same order on every rank, and closes every pass so that the
+// gradients of all ranks agree when the user's backward returns.
+//
+// A pass opens with the first gradient of an outermost backward. A bucket is reduced when its last expected gradient has
+// come and all buckets before it have begun; the last bucket, and whatever is not complete, when the backward has ended.
+// Then the ranks exchange one small message of facts (where they stand, who has which gradient, which bucket got a
+// gradient after its reduction began), so that parameters unused on some ranks, modules run again inside checkpoints,
+// and ranks out of step are seen by everybody.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "grad/backward.h"
+#include "grad/bucket.h"
+#include "grad/facts.h"
+#include "grad/faults.h"
+#include "grad/ledger.h"
+#include "plumb/engine.h"
+#include "world/group.h"
+
+namespace plumb {
+
+class Reducer : public backward::Listener, public std::enable_shared_from_this<Reducer> {
+ public:
+  Reducer(World world, const NamedTensors& parameters, const Options& options);
+
+  // Arms the hooks; separate from construction because they refer back to this object.
+  void start();
+  // Disarms them for good: gradients of later backwards are nobody's business here.
+  void stop();
+
+  void hold_sync(int change);  // +1 and -1 around a no_sync scope
+
+  // Around a backward that counts whether or not it reaches a parameter.
+  void begin_backward();
+  void end_backward(std::exception_ptr failure);
+
+  // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
+  // rank holds the same gradients. Throws on every rank otherwise.
+  void settle_step();
+  // The step is over: the next backward is the first of the next step.
+  void finish_step();
+
+  void backward_ended(std::exception_ptr failure) override;
+
+  std::deque<Bucket>& buckets() { return buckets_; }
+  const std::deque<Sink>& sinks() const { return sinks_; }
+  Ledger& ledger() { return ledger_; }
+  const World& world() const { return world_; }
+  Group& data() { return data_; }
+  Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
+  int64_t steps() const { return steps_; }
+
+  Fault fault = Fault::none;  // for tests
+
+ private:
+  // Members: who is in the buckets.
+  std::vector<int> newcomers() const;  // candidates that require a gradient and have no sink yet
+  int64_t newcomers_digest() const;
+  void admit(const std::vector<int>& candidates);
+  void hook(Sink& sink);
+  void place(const Layout& layout, const std::vector<int>& indices);
+  void rebuild();
+
+  at::Tensor before_accumulation(Sink& sink, const at::Tensor& gradient);
+  void after_accumulation(Sink& sink, const at::Tensor& gradient);
+  void open_pass();
+  void untangle();
+  void launch_ready();
+  void reduce(Bucket& bucket);
+  void close_pass(bool failure_is_known);
+  void close_synced_pass();
+
+  // Everybody's facts, in rank order, checked to belong together.
+  std::vector<Facts> agree(Where::Kind kind, std::vector<bool> late);
+  void check_in_step(const std::vector<Facts>& all) const;
+  // Takes in parameters that began to require a gradient, on all ranks alike. Their buckets are added to `late`.
+  void admit_newcomers(const std::vector<Facts>& all, std::vector<bool>& late);
+  void reduce_and_wait(const std::vector<bool>& which, const Where& where);
+  void adopt(const std::vector<Facts>& all);
+  void throw_if_failed(const std::vector<Facts>& all, bool failure_is_known);
+  void check_alive() const;
+
+  World world_;
+  Options options_;
+  Group data_;
+  Group control_;
+  Ledger ledger_;
+  NamedTensors candidates_;        // everything that could be trained
+  std::vector<int> sink_of_;       // by candidate; -1 while it has never required a gradient
+  std::deque<Sink> sinks_;         // stable addresses: hooks and buckets point here
+  std::deque<Bucket> buckets_;
+
+  std::recursive_mutex mutex_;
+  bool stopped_ = false;
+  std::string broken_;  // why communication is over, if it is
+  bool rebuilt_ = false;
+  int no_sync_ = 0;
+  int64_t steps_ = 0;
+  int64_t passes_ = 0;  // begun since the last step
+  bool held_ = false;   // contributions of no_sync passes wait for a reduction
+
+  // The open pass.
+  bool open_ = false;
+  bool synced_ = true;
+  int attached_ = 0;  // backwards, ours or the user's, that must end before it closes
+  int last_task_ = -1;
+  size_t next_ = 0;  // the next bucket to reduce
+  std::exception_ptr failure_;
+  std::vector<int> ready_order_;
+};
+
+}  // namespace plumb

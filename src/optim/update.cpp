@@ -1,0 +1,158 @@
+#include "optim/update.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace plumb {
+namespace {
+
+void check(int rank, bool good, const std::string& what) {
+  if (!good) throw Error(rank, what);
+}
+
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+}  // namespace
+
+Updater::Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters)
+    : optimizer_(std::move(optimizer)), groups_(options.groups), master_weights_(options.master_weights) {
+  check(rank, lr() >= 0.0, "the learning rate is " + std::to_string(lr()) + "; it must not be negative");
+  if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
+    check(rank, adam->beta1 >= 0 && adam->beta1 < 1 && adam->beta2 >= 0 && adam->beta2 < 1,
+          "AdamW's betas are " + std::to_string(adam->beta1) + " and " + std::to_string(adam->beta2) +
+              "; each must be in [0, 1)");
+    check(rank, adam->eps >= 0, "AdamW's eps is negative");
+  }
+  if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
+    check(rank, sgd->momentum >= 0, "SGD's momentum is negative");
+    check(rank, !sgd->nesterov || (sgd->momentum > 0 && sgd->dampening == 0),
+          "SGD with nesterov needs a momentum and no dampening");
+  }
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    check(rank, groups_[i].match != nullptr, "parameter group " + std::to_string(i) + " has no `match` function");
+    const bool any = std::any_of(parameters.begin(), parameters.end(),
+                                 [&](const auto& parameter) { return groups_[i].match(parameter.first); });
+    check(rank, any, "parameter group " + std::to_string(i) + " matches no parameter of this model");
+  }
+}
+
+double Updater::lr() const {
+  return std::visit(
+      [](const auto& values) {
+        if constexpr (requires { values.lr; }) return values.lr;
+        return 0.0;
+      },
+      optimizer_);
+}
+
+void Updater::set_lr(double lr) {
+  std::visit(
+      [lr](auto& values) {
+        if constexpr (requires { values.lr; }) values.lr = lr;
+      },
+      optimizer_);
+}
+
+Updater::Values Updater::values_of(const Sink& sink) const {
+  Values values = std::visit(
+      [](const auto& own) {
+        if constexpr (requires { own.lr; }) return Values{own.lr, own.weight_decay};
+        return Values{};
+      },
+      optimizer_);
+  const auto group = std::find_if(groups_.begin(), groups_.end(), [&](const auto& g) { return g.match(sink.name); });
+  if (group != groups_.end()) {
+    values.lr = group->lr.value_or(values.lr);
+    values.weight_decay = group->weight_decay.value_or(values.weight_decay);
+  }
+  return values;
+}
+
+// Moves the bucket's parameters into flat memory, with whatever state they had before in other buckets.
+Updater::Flats& Updater::flats_of(Bucket& bucket) {
+  const auto index = static_cast<size_t>(bucket.index);
+  if (flats_.size() <= index) flats_.resize(index + 1);
+  Flats& flats = flats_[index];
+  if (bucket.parameter.defined() && flats.parameter.is_same(bucket.parameter)) return flats;
+
+  const at::Tensor& like = bucket.sinks[0]->parameter;
+  const int64_t length = bucket.gradient.numel();
+  const bool master = master_weights_ && is_half(like.scalar_type());
+  const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
+  const auto state_options = master ? options.dtype(at::kFloat) : options;
+  flats.parameter = bucket.parameter = at::zeros({length}, options);
+  flats.weight = master ? at::zeros({length}, state_options) : flats.parameter;
+  const bool adam = std::holds_alternative<AdamW>(optimizer_);
+  const auto* sgd = std::get_if<SGD>(&optimizer_);
+  if (adam || (sgd != nullptr && sgd->momentum != 0)) flats.first = at::zeros({length}, state_options);
+  if (adam) flats.second = at::zeros({length}, state_options);
+
+  for (Sink* sink : bucket.sinks) {
+    if (states_.size() <= static_cast<size_t>(sink->index)) states_.resize(sink->index + 1);
+    State& state = states_[sink->index];
+    const State old = state;
+    auto place = [&](const at::Tensor& flat) {
+      return flat.defined() ? flat.narrow(0, sink->slot.offset, sink->parameter.numel()) : at::Tensor();
+    };
+    state.weight = place(flats.weight);
+    state.first = place(flats.first);
+    state.second = place(flats.second);
+
+    const at::Tensor home = view_in(flats.parameter, sink->slot.offset, sink->parameter);
+    home.copy_(sink->parameter);
+    if (master) {
+      // A parameter the user changed since the last step is the truth; its master follows unless it rounds to it.
+      const at::Tensor rounded = place(flats.parameter);
+      state.weight.copy_(rounded);
+      if (old.weight.defined()) state.weight.copy_(at::where(old.weight.to(rounded.dtype()) == rounded, old.weight, state.weight));
+    }
+    if (old.first.defined()) state.first.copy_(old.first);
+    if (old.second.defined()) state.second.copy_(old.second);
+    sink->parameter.set_data(home);
+  }
+  return flats;
+}
+
+void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, Fault fault) {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    if (!std::holds_alternative<NoOptimizer>(optimizer_)) {
+      Flats& flats = flats_of(bucket);
+      const auto alike = [&](const Sink& a, const Sink& b) {
+        return states_[a.index].steps == states_[b.index].steps && (groups_.empty() || values_of(a) == values_of(b));
+      };
+      for (const Run& run : runs_of(bucket, alike)) update(bucket, flats, run, factor);
+    }
+    for (Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined()) continue;
+      if (fault != Fault::consume_never) ledger.consumed(sink->index);
+      if (fault == Fault::consume_twice) ledger.consumed(sink->index);
+      if (std::holds_alternative<NoOptimizer>(optimizer_)) continue;
+      ++states_[sink->index].steps;
+      // The kernel wrote through the flat tensor; graphs that saved this parameter must learn that it changed.
+      sink->parameter.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
+  const Values values = values_of(*run.first);
+  const int64_t steps = states_[run.first->index].steps;
+  const at::Tensor weight = part(flats.weight, run);
+  const at::Tensor gradient = part(bucket.gradient, run).to(weight.scalar_type());
+  const double lr = values.lr * factor;
+  if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
+    const at::Tensor count = at::full({}, steps + 1, weight.options().dtype(at::kFloat));
+    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, run)}, {part(flats.second, run)}, {}, {count}, lr,
+                      adam->beta1, adam->beta2, values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
+  } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
+    std::vector<at::Tensor> momentum;
+    if (flats.first.defined()) momentum.push_back(part(flats.first, run));
+    at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,
+                    sgd->nesterov, /*maximize=*/false, /*is_first_step=*/steps == 0);
+  }
+  if (!flats.weight.is_same(flats.parameter)) part(flats.parameter, run).copy_(weight);
+}
+
+}  // namespace plumb

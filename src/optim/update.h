@@ -1,0 +1,54 @@
+// Updater: runs an optimizer over flat memory. Parameters move into flat tensors laid out like their gradients, so that
+// a step is a few calls of libtorch's fused kernels whatever the number of parameters.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "grad/bucket.h"
+#include "grad/faults.h"
+#include "grad/ledger.h"
+#include "optim/runs.h"
+#include "plumb/engine.h"
+
+namespace plumb {
+
+class Updater {
+ public:
+  // An Error if a group names no parameter, or the values make no sense.
+  Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters);
+
+  // One update of every parameter that has a gradient; the learning rates are multiplied by `factor`.
+  void step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, Fault fault);
+
+  double lr() const;
+  void set_lr(double lr);
+
+ private:
+  struct Values {
+    double lr = 0.0;
+    double weight_decay = 0.0;
+    bool operator==(const Values&) const = default;
+  };
+  // The optimizer's memory of one parameter: its parts of the flat tensors, and how often it was updated.
+  struct State {
+    at::Tensor weight, first, second;
+    int64_t steps = 0;
+  };
+  // The flat tensors of one bucket. `weight` is what the optimizer updates: the parameters, or their f32 masters.
+  struct Flats {
+    at::Tensor parameter, weight, first, second;
+  };
+
+  Flats& flats_of(Bucket& bucket);
+  Values values_of(const Sink& sink) const;
+  void update(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
+
+  Optimizer optimizer_;
+  std::vector<ParameterGroup> groups_;
+  bool master_weights_;
+  std::vector<State> states_;  // by sink
+  std::vector<Flats> flats_;   // by bucket
+};
+
+}  // namespace plumb
