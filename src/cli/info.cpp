@@ -37,7 +37,7 @@ int info(const std::vector<std::string>& words) {
     }
   }
   nlohmann::ordered_json all;
-  all["plumb"] = kVersion;
+  all["plumb"] = PLUMB_VERSION;
   all["torch"] = TORCH_VERSION;
   all["compiler"] = std::string("g++ ") + __VERSION__;
   all["cores"] = usable_cores();

@@ -9,6 +9,4 @@ namespace plumb::cli {
 // Throws UsageError for words it does not know.
 int info(const std::vector<std::string>& words);
 
-inline constexpr const char* kVersion = "0.1.0";
-
 }  // namespace plumb::cli

@@ -12,8 +12,9 @@
 #include "cli/launch.h"
 #include "cli/process.h"
 #include "cli/settings.h"
-#include "cli/task.h"
 #include "cli/train.h"
+#include "model/addition.h"
+#include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
 
@@ -77,6 +78,16 @@ WorldOptions world_options(const Settings& s) {
           .timeout = std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(s.timeout * 1e3)))};
 }
 
+std::unique_ptr<model::Task> make_task(const Settings& s) {
+  const auto seed = static_cast<uint64_t>(s.seed);
+  if (s.data.empty()) return std::make_unique<model::Addition>(s.digits, seed);
+  try {
+    return std::make_unique<model::Text>(s.data, s.context, seed);
+  } catch (const Error& error) {
+    throw UsageError(error.what());  // a file the user named
+  }
+}
+
 void use_threads(const Settings& s, int64_t local_ranks) {
   at::set_num_threads(static_cast<int>(s.threads > 0 ? s.threads
                                                      : std::max<int64_t>(1, usable_cores() / local_ranks)));
@@ -118,7 +129,7 @@ int run_train(const std::vector<std::string>& words, char** argv) {
 
   // A failed rank leaves without unwinding: destroying communication that is under way may wait for the very ranks
   // that wait for us, and the operating system closes the sockets in any case.
-  const int code = guarded([&] { 
+  const int code = guarded([&] {
     World world = World::join(world_options(s));
     const int result = guarded([&] { return train(world, s, *task); });
     if (result == 1 || result == 2) std::_Exit(result);
@@ -143,7 +154,7 @@ int run(int argc, char** argv) {
     return 0;
   }
   if (command == "--version") {
-    std::printf("plumb %s\n", kVersion);
+    std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
   throw UsageError("unknown command '" + command + "'; the commands are: train, info");

@@ -63,9 +63,9 @@ Shared share(const World& world, double loss, int64_t step) {
 }
 
 // The questions are dealt out evenly, so that every rank asks the same number.
-Score evaluate(const World& world, const Task& task, model::Gpt& model, int64_t questions, int64_t samples, int64_t step) {
+model::Score evaluate(const World& world, const model::Task& task, model::Gpt& model, int64_t questions, int64_t samples, int64_t step) {
   const int64_t each = std::max<int64_t>(1, questions / world.size());
-  Score score = task.evaluate(model, each * world.rank(), each, std::min(samples, each));
+  model::Score score = task.evaluate(model, each * world.rank(), each, std::min(samples, each));
   const int64_t mine[] = {score.asked, score.right};
   score.asked = score.right = 0;
   for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
@@ -75,9 +75,9 @@ Score evaluate(const World& world, const Task& task, model::Gpt& model, int64_t 
   return score;
 }
 
-double ratio(const Score& score) { return static_cast<double>(score.right) / static_cast<double>(score.asked); }
+double ratio(const model::Score& score) { return static_cast<double>(score.right) / static_cast<double>(score.asked); }
 
-Batch to(const Batch& batch, const at::Device& device) { return {batch.input.to(device), batch.target.to(device)}; }
+model::Batch to(const model::Batch& batch, const at::Device& device) { return {batch.input.to(device), batch.target.to(device)}; }
 
 nlohmann::ordered_json or_null(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
@@ -85,7 +85,7 @@ nlohmann::ordered_json or_null(double value) {
 
 }  // namespace
 
-int train(const World& world, const Settings& s, const Task& task) {
+int train(const World& world, const Settings& s, const model::Task& task) {
   const int ranks = world.size();
   check_batch(s, ranks);
   const at::Device device = s.device == "cuda" ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
@@ -114,7 +114,7 @@ int train(const World& world, const Settings& s, const Task& task) {
     double loss_sum = 0.0;
     for (int64_t i = 0; i < s.accumulate; ++i) {
       const int64_t first = (world.rank() * s.accumulate + i) * micro;
-      const auto loss = loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
+      const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
       if (i + 1 < s.accumulate) {
         const auto quiet = engine.no_sync();
         loss.backward();
@@ -145,7 +145,7 @@ int train(const World& world, const Settings& s, const Task& task) {
   }
   const double seconds = seconds_since(begun);
 
-  const Score score = evaluate(world, task, model, 1024, 8, s.steps);
+  const model::Score score = evaluate(world, task, model, 1024, 8, s.steps);
   if (signal == 0) steps.back().accuracy = ratio(score);
   const int64_t mine[] = {peak_rss_bytes()};
   std::vector<int64_t> peaks;
@@ -178,7 +178,7 @@ int train(const World& world, const Settings& s, const Task& task) {
         {"stopped", signal != 0},
         {"settings", to_json(s)},
         {"samples", nlohmann::ordered_json::array()}};
-    for (const Sample& sample : score.samples) {
+    for (const model::Sample& sample : score.samples) {
       summary["samples"].push_back({{"prompt", sample.prompt}, {"output", sample.output},
                                     {"expected", sample.expected}, {"right", sample.right}});
     }

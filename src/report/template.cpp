@@ -39,13 +39,13 @@ header p { margin: 0; color: var(--soft); }
 .tile:first-child { border-left: 0; }
 .tile b { display: block; font-size: 25px; font-weight: 620; letter-spacing: -.02em; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
-.tile b small { font-size: 14px; font-weight: 500; color: var(--soft); letter-spacing: 0; margin-left: 3px; }
+.tile b small { font-size: 14px; font-weight: 500; color: var(--soft); letter-spacing: 0; margin-left: 5px; }
 .tile span, .card h2 { font-size: 13px; color: var(--soft); font-weight: 550; }
 .tile i { display: block; font-style: normal; font-size: 12.5px; color: var(--soft); margin-top: 1px; }
-.grid { display: grid; grid-template-columns: 1fr 1fr; gap: 18px; }
+.grid { display: grid; grid-template-columns: repeat(6, 1fr); gap: 18px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 16px 18px 12px;
   box-shadow: var(--shadow); min-width: 0; }
-.wide { grid-column: 1 / -1; }
+.wide { grid-column: 1 / -1; } .half { grid-column: span 3; } .third { grid-column: span 2; }
 .card h2 { margin: 0 0 8px; display: flex; gap: 12px; align-items: baseline; color: var(--ink); font-size: 14px; }
 .card h2 em { font-style: normal; color: var(--soft); font-weight: 400; font-size: 13px; }
 .card h2 .keys { margin-left: auto; display: flex; gap: 12px; color: var(--soft); font-weight: 400; font-size: 12.5px; }
@@ -63,6 +63,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 .samples tr:first-child td { border-top: 0; }
 .samples td.q { color: var(--soft); text-align: right; white-space: pre-wrap; }
 .samples td.a { white-space: pre-wrap; }
+.samples td.q { width: 47%; }
 .samples td.m { width: 26px; text-align: right; padding-right: 0; }
 .samples.text td.q { text-align: left; width: 44%; }
 .yes { color: var(--good); } .no { color: var(--bad); }
@@ -74,7 +75,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 footer { margin-top: 24px; color: var(--soft); font-size: 12.5px; display: flex; flex-wrap: wrap; gap: 4px 22px; }
 footer code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }
 @media (max-width: 860px) {
-  .grid { grid-template-columns: 1fr; } .tiles { grid-template-columns: 1fr 1fr; }
+  .half, .third { grid-column: 1 / -1; } .tiles { grid-template-columns: 1fr 1fr; }
   .tile { border-left: 0; border-top: 1px solid var(--line); } .tile:nth-child(-n+2) { border-top: 0; }
   main { padding: 26px 14px 40px; }
 }
@@ -111,10 +112,10 @@ const bytes = b => b >= 1e9 ? (b / 1e9).toFixed(2) + " GB" : Math.round(b / 1e6)
 const time = t => t < 60 ? t.toFixed(1) + " s" : t < 3600 ? Math.floor(t / 60) + " min " + Math.round(t % 60) + " s" : Math.floor(t / 3600) + " h " + Math.round(t % 3600 / 60) + " min";
 const plural = (n, word) => count(n) + " " + word + (n === 1 ? "" : "s");
 
-$("title").textContent = (s.stopped ? "Stopped while learning " : "Learned ") + s.task;
+$("title").textContent = s.task[0].toUpperCase() + s.task.slice(1) + (s.stopped ? " (stopped early)" : "");
 document.title = s.task + " · Plumb run";
 $("sub").textContent = `GPT with ${short(s.params)} parameters · ${plural(s.steps, "step")} in ${time(s.seconds)} · ` +
-  `${plural(s.ranks, "rank")}, ${s.strategy} over ${s.backend} · ${s.dtype} on ${s.device}`;
+  `${plural(s.ranks, "rank")}${s.ranks > 1 ? `, ${s.strategy} over ${s.backend}` : ""} · ${s.dtype} on ${s.device}`;
 const tile = (name, value, unit, note) => $("tiles").append(el("div", {className: "tile"}, el("span", {textContent: name}),
   el("b", {}, value, el("small", {textContent: unit})), el("i", {textContent: note})));
 tile("Accuracy", s.accuracy === null ? "–" : (100 * s.accuracy).toFixed(1), "%", `of ${count(s.asked)} ${s.held_out}`);
@@ -123,9 +124,9 @@ tile("Step", num(s.step_ms_median), "ms", "median");
 tile("Speed", short(s.tokens_per_s), "tokens/s", "all ranks together");
 tile("Memory", bytes(Math.max(...s.peak_rss_bytes)).split(" ")[0], bytes(Math.max(...s.peak_rss_bytes)).split(" ")[1], "peak of one rank");
 
-function card(title, note, wide) {
+function card(title, note, size) {
   const head = el("h2", {}, title, el("em", {textContent: note || ""}));
-  const box = el("section", {className: "card" + (wide ? " wide" : "")}, head);
+  const box = el("section", {className: "card " + size}, head);
   $("grid").append(box);
   return {box, head};
 }
@@ -145,7 +146,7 @@ const quantile = (v, q) => { const w = v.slice().sort((a, b) => a - b); return w
 // lines: [{name, x, y, color, fill, dots, smooth}]
 function chart(box, lines, o) {
   const old = box.querySelector("svg.chart"); if (old) old.remove();
-  const W = Math.max(300, box.clientWidth - 36), H = o.height || 190, L = 52, R = 10, T = 8, B = 24;
+  const W = Math.max(220, box.clientWidth - 36), H = o.height || 190, L = o.left || 52, R = 10, T = 8, B = 24;
   const g = svg("svg", {class: "chart", viewBox: `0 0 ${W} ${H}`, height: H, role: "img", "aria-label": o.label});
   const xs = c.step, ys = lines.flatMap(l => l.y).filter(v => v !== null && (!o.log || v > 0));
   if (!ys.length) { box.append(el("p", {textContent: "no values"})); return; }
@@ -160,17 +161,18 @@ function chart(box, lines, o) {
     g.append(svg("line", {x1: L, x2: W - R, y1: Y(v), y2: Y(v), stroke: "var(--grid)"}));
     const t = svg("text", {x: L - 9, y: Y(v) + 4, "text-anchor": "end"}); t.textContent = (o.axis || num)(v); g.append(t);
   }
-  for (const v of ticks(x0, x1, W > 700 ? 9 : 5)) {
-    if (v < x0 || v % 1) continue;
+  for (const v of ticks(x0, x1, W > 700 ? 9 : W > 400 ? 5 : 3)) {
+    if (v < x0 || v % 1 || X(v) < L + 40) continue;
     const t = svg("text", {x: X(v), y: H - 5, "text-anchor": X(v) > W - 30 ? "end" : "middle"}); t.textContent = count(v); g.append(t);
   }
+  const name = svg("text", {x: L, y: H - 5}); name.textContent = "step"; g.append(name);
   const id = "clip" + Math.random().toString(36).slice(2);
   const clip = svg("clipPath", {id}); clip.append(svg("rect", {x: L - 4, y: 0, width: W - L - R + 8, height: H - B + 3})); g.append(clip);
   const ink = svg("g", {"clip-path": `url(#${id})`}); g.append(ink);
   for (const l of lines) {
     let d = "", pen = "M"; l.x.forEach((x, i) => { const y = l.y[i]; if (y === null || (o.log && y <= 0)) { pen = "M"; return; } d += pen + X(x).toFixed(1) + " " + Y(y).toFixed(1); pen = "L"; });
     if (l.fill) ink.append(svg("path", {d: d + `L${X(l.x[l.x.length - 1])} ${H - B}L${X(l.x[0])} ${H - B}Z`, fill: "var(--fill)"}));
-    ink.append(svg("path", {d, fill: "none", stroke: l.color, "stroke-width": l.thin ? 1 : 1.9, opacity: l.thin ? .38 : 1, "stroke-linejoin": "round", "stroke-linecap": "round"}));
+    ink.append(svg("path", {d, fill: "none", stroke: l.color, "stroke-width": l.thin ? 1 : l.width || 1.9, opacity: l.thin ? .38 : 1, "stroke-linejoin": "round", "stroke-linecap": "round"}));
     if (l.dots) l.x.forEach((x, i) => g.append(svg("circle", {cx: X(x), cy: Y(l.y[i]), r: 3.6, fill: "var(--card)", stroke: l.color, "stroke-width": 2})));
   }
   const cross = svg("line", {y1: T, y2: H - B, stroke: "var(--soft)", "stroke-dasharray": "2 3", opacity: 0}); g.append(cross);
@@ -194,52 +196,52 @@ function chart(box, lines, o) {
 // Exponential moving average that starts unbiased.
 const smooth = (y, k) => { let m = 0, w = 0; return y.map(v => { if (v === null) return null; m = k * m + (1 - k) * v; w = k * w + 1 - k; return m / w; }); };
 const keep = y => Math.max(0, Math.min(.9, 1 - 12 / y.length));
-const draws = [];
+const draws = [], measured = c.accuracy.length > 1;
 const later = f => { draws.push(f); f(); };
 
 const binned = c.bin > 1 ? `each point is the mean of ${c.bin} steps` : "";
 {
-  const {box, head} = card("Loss", binned || "mean over the global batch", true);
+  const {box, head} = card("Loss", binned || "mean over the global batch", "wide");
   const y = c.loss.filter(v => v > 0); let log = y.length > 1 && Math.max(...y) / Math.min(...y) > 30;
   const button = el("button", {title: "switch between a linear and a logarithmic scale"}); head.append(button);
   const draw = () => { button.textContent = log ? "logarithmic" : "linear";
     chart(box, [{name: "loss", x: c.step, y: c.loss, color: "var(--accent)", thin: c.step.length > 60, fill: !log},
-      ...(c.step.length > 60 ? [{name: "smoothed", x: c.step, y: smooth(c.loss, keep(c.loss)), color: "var(--accent)"}] : [])],
+      ...(c.step.length > 60 ? [{name: "smoothed", x: c.step, y: log ? smooth(c.loss.map(v => v > 0 ? Math.log(v) : null), keep(c.loss)).map(v => v === null ? null : Math.exp(v)) : smooth(c.loss, keep(c.loss)), color: "var(--accent)"}] : [])],
       {height: 290, log, label: "loss by step", min: log ? undefined : 0, value: v => v === null ? "–" : v < 1e-3 ? v.toExponential(2) : v.toFixed(4)}); };
   button.onclick = () => { log = !log; draw(); };
   later(draw);
 }
-if (c.accuracy.length > 1) {
-  const {box} = card("Accuracy", `on ${s.held_out}, never trained on`);
+if (measured) {
+  const {box} = card("Accuracy", `on ${s.held_out}, never trained on`, "half");
   later(() => chart(box, [{name: "accuracy", x: c.accuracy.map(p => p[0]), y: c.accuracy.map(p => p[1]), color: "var(--good)", dots: true}],
     {min: 0, max: 1.02, label: "accuracy by step", axis: v => Math.round(100 * v) + " %", value: v => (100 * v).toFixed(1) + " %"}));
 }
 {
-  const {box} = card("Step time", `${num(s.step_ms_median)} ms median`);
+  const {box} = card("Step time", `${num(s.step_ms_median)} ms median`, measured ? "half" : "wide");
   later(() => chart(box, [{name: "ms", x: c.step, y: c.ms, color: "var(--accent2)", thin: c.step.length > 60},
     ...(c.step.length > 60 ? [{name: "smoothed", x: c.step, y: smooth(c.ms, keep(c.ms)), color: "var(--accent2)"}] : [])],
     {min: 0, robust: true, label: "step time", axis: v => num(v) + " ms", value: v => v.toFixed(1) + " ms"}));
 }
 {
-  const {box} = card("Gradient norm", set.clip > 0 ? `before clipping at ${num(set.clip)}` : "never clipped");
+  const {box} = card("Gradient norm", set.clip > 0 ? `before clipping at ${num(set.clip)}` : "never clipped", "third");
   later(() => chart(box, [{name: "norm", x: c.step, y: c.norm, color: "var(--c3)", thin: c.step.length > 60},
     ...(c.step.length > 60 ? [{name: "smoothed", x: c.step, y: smooth(c.norm, keep(c.norm)), color: "var(--c3)"}] : [])],
     {min: 0, robust: true, label: "gradient norm"}));
 }
 {
-  const {box, head} = card("Memory", "resident, per rank");
+  const {box, head} = card("Memory", c.memory.length > 1 ? "" : "resident", "third");
   const shown = c.memory.slice(0, 8);
   if (shown.length > 1) head.append(el("span", {className: "keys"}, ...shown.map((_, r) => { const k = el("s"); k.style.background = `var(--c${r})`; return el("span", {}, k, "rank " + r); })));
-  later(() => chart(box, shown.map((m, r) => ({name: "rank " + r, x: c.step, y: m, color: `var(--c${r})`})),
+  later(() => chart(box, shown.map((m, r) => ({name: "rank " + r, x: c.step, y: m, color: `var(--c${r})`, width: 1.3})),
     {min: 0, label: "memory by step", axis: bytes, value: bytes}));
 }
 {
-  const {box} = card("Learning rate", "warm-up, then cosine");
+  const {box} = card("Learning rate", "", "third");
   later(() => chart(box, [{name: "lr", x: c.step, y: c.lr, color: "var(--c4)"}], {min: 0, label: "learning rate by step"}));
 }
 const sums = s.task.startsWith("addition");
 if (s.samples.length) {
-  const {box} = card("Samples", sums ? "held-out sums, greedy decoding" : "held-out text, continued by greedy decoding", !sums);
+  const {box} = card("Samples", sums ? "held-out sums, greedy decoding" : "held-out text, continued by greedy decoding", sums ? "half" : "wide");
   const table = el("table", {className: "samples" + (sums ? "" : " text")});
   for (const p of s.samples) {
     const row = table.insertRow();
@@ -249,7 +251,7 @@ if (s.samples.length) {
   box.append(table);
 }
 {
-  const {box} = card("Settings", "", !sums || c.accuracy.length > 1 && !s.samples.length);
+  const {box} = card("Settings", "", sums && s.samples.length ? "half" : "wide");
   const list = el("dl", {className: "facts"});
   const hidden = ["json", "quiet", "out", "ranks", "strategy", "backend", "device", "eval-every", "model"];
   if (sums) hidden.push("data"); else hidden.push("digits");

@@ -4,9 +4,9 @@
 
 #include <utility>
 
-#include "cli/task.h"
+#include "model/task.h"
 
-namespace plumb::cli {
+namespace plumb::model {
 
 class Addition : public Task {
  public:
@@ -17,7 +17,7 @@ class Addition : public Task {
   int64_t vocabulary() const override { return 12; }  // ten digits, plus, equals
   int64_t length() const override { return 3 * digits_ + 2; }
   Batch batch(int64_t step, int64_t first, int64_t count) const override;
-  Score evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t samples) const override;
+  Score evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) const override;
 
   // One tenth of all pairs, whichever way round, is never trained on. The split does not depend on the seed.
   static bool is_held_out(int64_t a, int64_t b);
@@ -36,4 +36,4 @@ class Addition : public Task {
   uint64_t seed_;
 };
 
-}  // namespace plumb::cli
+}  // namespace plumb::model

@@ -1,13 +1,13 @@
 // The bytes of a text file: the model guesses the next one. The last tenth of the file is held out.
 #pragma once
 
-#include "cli/task.h"
+#include "model/task.h"
 
-namespace plumb::cli {
+namespace plumb::model {
 
 class Text : public Task {
  public:
-  // Throws UsageError for a file that is missing, empty, not text, or too short for `context`.
+  // Throws plumb::Error for a file that is missing, empty, not text, or too short for `context`.
   Text(const std::string& path, int64_t context, uint64_t seed);
 
   std::string name() const override { return "bytes of " + path_; }
@@ -16,7 +16,7 @@ class Text : public Task {
   int64_t length() const override { return context_; }
   Batch batch(int64_t step, int64_t first, int64_t count) const override;
   // Each question is one window of the held-out part; every byte of it is asked, given the true ones before it.
-  Score evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t samples) const override;
+  Score evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) const override;
 
  private:
   Batch windows(const std::vector<int64_t>& starts) const;
@@ -28,4 +28,4 @@ class Text : public Task {
   int64_t train_ = 0;  // bytes [0, train_) are trained on, the rest are held out
 };
 
-}  // namespace plumb::cli
+}  // namespace plumb::model

@@ -1,9 +1,9 @@
 // Sums made on the fly, and the exam on sums never seen.
-#include "cli/addition.h"
+#include "model/addition.h"
 
 #include <torch/torch.h>
 
-namespace plumb::cli {
+namespace plumb::model {
 
 namespace {
 
@@ -70,7 +70,7 @@ Batch Addition::batch(int64_t step, int64_t first, int64_t count) const {
   return {at::cat({questions(pairs), answer.narrow(1, 0, digits_)}, 1), answer};
 }
 
-Score Addition::evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t samples) const {
+Score Addition::evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) const {
   std::vector<std::pair<int64_t, int64_t>> pairs;
   for (int64_t i = first; i < first + count; ++i) pairs.push_back(held_out_pair(i));
   const auto device = model->parameters().at(0).device();
@@ -94,4 +94,4 @@ Score Addition::evaluate(model::Gpt& model, int64_t first, int64_t count, int64_
   return score;
 }
 
-}  // namespace plumb::cli
+}  // namespace plumb::model

@@ -1,5 +1,5 @@
 // Windows over a file.
-#include "cli/text.h"
+#include "model/text.h"
 
 #include <torch/torch.h>
 
@@ -7,27 +7,27 @@
 #include <fstream>
 #include <sstream>
 
-#include "cli/settings.h"
+#include "plumb/error.h"
 
-namespace plumb::cli {
+namespace plumb::model {
 
 Text::Text(const std::string& path, int64_t context, uint64_t seed) : path_(path), context_(context), seed_(seed) {
   namespace fs = std::filesystem;
   std::error_code ignored;
-  if (!fs::exists(path, ignored)) throw UsageError("data file '" + path + "' does not exist");
-  if (fs::is_directory(path, ignored)) throw UsageError("data file '" + path + "' is a folder; name a text file");
+  if (!fs::exists(path, ignored)) throw Error("data file '" + path + "' does not exist");
+  if (fs::is_directory(path, ignored)) throw Error("data file '" + path + "' is a folder; name a text file");
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw UsageError("data file '" + path + "' cannot be read");
+  if (!file) throw Error("data file '" + path + "' cannot be read");
   bytes_.assign(std::istreambuf_iterator<char>(file), {});
-  if (bytes_.empty()) throw UsageError("data file '" + path + "' is empty");
+  if (bytes_.empty()) throw Error("data file '" + path + "' is empty");
   const size_t zero = bytes_.find('\0');
   if (zero != std::string::npos) {
-    throw UsageError("data file '" + path + "' is not text: byte " + std::to_string(zero) + " is zero");
+    throw Error("data file '" + path + "' is not text: byte " + std::to_string(zero) + " is zero");
   }
   const auto size = static_cast<int64_t>(bytes_.size());
   train_ = size - std::max(size / 10, context + 1);
   if (train_ < context + 1) {
-    throw UsageError("data file '" + path + "' has " + std::to_string(size) + " bytes; --context " +
+    throw Error("data file '" + path + "' has " + std::to_string(size) + " bytes; --context " +
                      std::to_string(context) + " needs at least " + std::to_string(2 * (context + 1)));
   }
 }
@@ -52,7 +52,7 @@ Batch Text::batch(int64_t step, int64_t first, int64_t count) const {
   return windows(starts);
 }
 
-Score Text::evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t samples) const {
+Score Text::evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) const {
   torch::NoGradGuard no_grad;
   const auto choices = static_cast<uint64_t>(static_cast<int64_t>(bytes_.size()) - train_ - context_);
   std::vector<int64_t> starts;
@@ -87,4 +87,4 @@ Score Text::evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t sa
   return score;
 }
 
-}  // namespace plumb::cli
+}  // namespace plumb::model

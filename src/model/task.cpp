@@ -1,27 +1,18 @@
-// What the tasks share, and the choice between them.
-#include "cli/task.h"
+// What the tasks share.
+#include "model/task.h"
 
 #include <torch/torch.h>
 
-#include "cli/addition.h"
-#include "cli/settings.h"
-#include "cli/text.h"
 
-namespace plumb::cli {
+namespace plumb::model {
 
-std::unique_ptr<Task> make_task(const Settings& s) {
-  const auto seed = static_cast<uint64_t>(s.seed);
-  if (s.data.empty()) return std::make_unique<Addition>(s.digits, seed);
-  return std::make_unique<Text>(s.data, s.context, seed);
-}
-
-at::Tensor loss_of(model::Gpt& model, const Batch& batch) {
+at::Tensor loss_of(Gpt& model, const Batch& batch) {
   const int64_t counted = batch.target.size(1);
   const auto logits = model->forward(batch.input).narrow(1, batch.input.size(1) - counted, counted);
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1).to(at::kFloat), batch.target.flatten());
 }
 
-at::Tensor decode(model::Gpt& model, at::Tensor prompt, int64_t count) {
+at::Tensor decode(Gpt& model, at::Tensor prompt, int64_t count) {
   torch::NoGradGuard no_grad;
   const int64_t asked = prompt.size(1);
   for (int64_t i = 0; i < count; ++i) {
@@ -45,4 +36,4 @@ uint64_t mix(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
   return state;
 }
 
-}  // namespace plumb::cli
+}  // namespace plumb::model

@@ -10,9 +10,7 @@
 
 #include "model/gpt.h"
 
-namespace plumb::cli {
-
-struct Settings;
+namespace plumb::model {
 
 struct Batch {
   at::Tensor input;   // int64 [samples, length]
@@ -45,19 +43,16 @@ class Task {
   virtual Batch batch(int64_t step, int64_t first, int64_t count) const = 0;
 
   // Asks the model questions [first, first + count) of the held-out ones, by greedy decoding.
-  virtual Score evaluate(model::Gpt& model, int64_t first, int64_t count, int64_t samples) const = 0;
+  virtual Score evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) const = 0;
 };
 
-// The task `settings` asks for. Throws UsageError for a data file that is missing, empty, not text or too short.
-std::unique_ptr<Task> make_task(const Settings& settings);
-
 // Mean cross-entropy of the counted positions, in f32.
-at::Tensor loss_of(model::Gpt& model, const Batch& batch);
+at::Tensor loss_of(Gpt& model, const Batch& batch);
 
 // The `count` most likely next tokens, one after the other, of each row of `prompt`.
-at::Tensor decode(model::Gpt& model, at::Tensor prompt, int64_t count);
+at::Tensor decode(Gpt& model, at::Tensor prompt, int64_t count);
 
 // Random bits that depend on nothing but the four numbers.
 uint64_t mix(uint64_t seed, uint64_t a, uint64_t b, uint64_t c);
 
-}  // namespace plumb::cli
+}  // namespace plumb::model
