@@ -1,0 +1,125 @@
+// One table of launchers, one way to read a number.
+#include "world/environment.h"
+
+#include <array>
+#include <charconv>
+#include <cstdlib>
+
+#include "plumb/error.h"
+
+namespace plumb {
+namespace {
+
+struct Launcher {
+  const char* name;
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+};
+
+// In this order: torchrun may itself run under srun or mpirun.
+constexpr std::array<Launcher, 4> launchers{{
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+}};
+
+int number(const std::string& name, const std::string& value, int low, int high) {
+  int result = 0;
+  const auto [end, failure] = std::from_chars(value.data(), value.data() + value.size(), result);
+  if (failure != std::errc() || end != value.data() + value.size() || result < low || result > high) {
+    throw Error(name + "=" + value + ": expected a whole number from " + std::to_string(low) + " to " +
+                std::to_string(high));
+  }
+  return result;
+}
+
+bool is_loopback_name(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.rfind("127.", 0) == 0;
+}
+
+// A batch script has Slurm's rank variables too, but is not one of srun's tasks.
+bool in_batch_script(const Lookup& lookup) {
+  return lookup("ENVIRONMENT") == "BATCH" && !lookup("SLURM_STEP_ID") && !lookup("SLURM_STEPID");
+}
+
+std::string slurm_host(const Lookup& lookup) {
+  for (const char* name : {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"}) {
+    const auto nodes = lookup(name);
+    if (nodes == "1") return "127.0.0.1";
+    if (nodes) break;
+  }
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"}) {
+    const auto list = lookup(name);
+    if (!list || list->empty()) continue;
+    if (auto node = first_node(*list)) return *node;
+    throw Error(std::string(name) + "=" + *list + ": cannot tell the first node; set MASTER_ADDR to the node of rank 0");
+  }
+  return "127.0.0.1";
+}
+
+}  // namespace
+
+std::optional<std::string> first_node(const std::string& list) {
+  const size_t bracket = list.find('[');
+  const size_t comma = list.find(',');
+  if (bracket == std::string::npos || comma < bracket) {
+    const std::string name = list.substr(0, comma);
+    return name.empty() ? std::nullopt : std::optional(name);
+  }
+  const size_t end = list.find_first_of(",-]", bracket);
+  const size_t close = list.find(']', bracket);
+  if (end == std::string::npos || close == std::string::npos || end == bracket + 1) return std::nullopt;
+  const size_t after = list.find_first_of(",[", close);
+  if (after != std::string::npos && list[after] == '[') return std::nullopt;  // two brackets in one name
+  const std::string suffix = list.substr(close + 1, (after == std::string::npos ? list.size() : after) - close - 1);
+  return list.substr(0, bracket) + list.substr(bracket + 1, end - bracket - 1) + suffix;
+}
+
+Place read_place(const Lookup& lookup) {
+  Place place;
+  for (const Launcher& launcher : launchers) {
+    const auto rank = lookup(launcher.rank);
+    const auto size = lookup(launcher.size);
+    if (!rank && !size) continue;
+    const bool slurm = launcher.name == std::string("Slurm");
+    if (slurm && (!rank || !size || in_batch_script(lookup))) continue;
+    if (!rank || !size) {
+      throw Error(std::string(rank ? launcher.rank : launcher.size) + "=" + (rank ? *rank : *size) + " is set, but " +
+                  (rank ? launcher.size : launcher.rank) + " is not; a launcher sets both (unset it to run alone)");
+    }
+    place.launcher = launcher.name;
+    place.size = number(launcher.size, *size, 1, 1 << 20);
+    place.rank = number(launcher.rank, *rank, 0, 1 << 20);
+    if (place.rank >= place.size) {
+      throw Error(std::string(launcher.rank) + "=" + *rank + " and " + launcher.size + "=" + *size +
+                  ": ranks go from 0 to " + std::to_string(place.size - 1));
+    }
+    if (slurm) place.host = slurm_host(lookup);
+    const auto host = lookup("MASTER_ADDR");
+    if (host && host->empty()) throw Error("MASTER_ADDR is empty; set it to the address of rank 0's machine");
+    if (host) place.host = *host;
+    if (const auto port = lookup("MASTER_PORT")) place.port = number("MASTER_PORT", *port, 1, 65535);
+    const auto local_rank = lookup(launcher.local_rank);
+    if (local_rank) {
+      place.local_rank = number(launcher.local_rank, *local_rank, 0, 1 << 20);
+    } else {
+      place.local_rank = is_loopback_name(place.host) ? place.rank : 0;
+    }
+    const auto hosted = lookup("TORCHELASTIC_USE_AGENT_STORE");
+    place.store_is_hosted = hosted == "True" || hosted == "true" || hosted == "1";
+    place.attempt = lookup("TORCHELASTIC_RESTART_COUNT").value_or("0");
+    return place;
+  }
+  return place;
+}
+
+Place read_place() {
+  return read_place([](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    return value ? std::optional<std::string>(value) : std::nullopt;
+  });
+}
+
+}  // namespace plumb

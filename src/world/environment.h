@@ -1,0 +1,31 @@
+// Reads from the environment of a launcher who this process is.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace plumb {
+
+// What a launcher says of one process.
+struct Place {
+  std::string launcher = "none";  // "torchrun", "Open MPI", "MPICH", "Slurm", "none"
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  std::string host = "127.0.0.1";
+  int port = 29500;
+  bool store_is_hosted = false;  // the launcher serves the store; every rank is a client
+  std::string attempt = "0";     // of this world: a restarted one must not read the last one's keys
+};
+
+using Lookup = std::function<std::optional<std::string>(const std::string& name)>;
+
+// Throws Error that says which variable had which value. The variables are named in docs/world.md.
+Place read_place(const Lookup& lookup);
+Place read_place();  // from this process's environment
+
+// "n[03-05,9],m1" -> "n03"; nothing when the list is of a kind that cannot be read simply.
+std::optional<std::string> first_node(const std::string& list);
+
+}  // namespace plumb

@@ -1,0 +1,4 @@
+// Stand-in; see context.h.
+#pragma once
+
+#include <gloo/context.h>

@@ -1,0 +1,215 @@
+// How a rank joins: finds out who it is, meets the others at the store, and makes the groups.
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <thread>
+
+#include "world/environment.h"
+#include "world/gloo.h"
+#include "world/nccl.h"
+#include "world/world_impl.h"
+
+namespace plumb {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds slice{1'000};
+constexpr milliseconds rendezvous_limit{60'000};
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// The address of this machine that packets to `host` leave from; empty when it cannot be told.
+std::string local_address_towards(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return {};
+  std::string address;
+  for (const addrinfo* info = found; info && address.empty(); info = info->ai_next) {
+    const int fd = socket(info->ai_family, SOCK_DGRAM, 0);
+    if (fd < 0) continue;
+    sockaddr_storage mine{};
+    socklen_t length = sizeof mine;
+    char text[NI_MAXHOST];
+    if (connect(fd, info->ai_addr, info->ai_addrlen) == 0 &&
+        getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &length) == 0 &&
+        getnameinfo(reinterpret_cast<sockaddr*>(&mine), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0) {
+      address = text;
+    }
+    close(fd);
+  }
+  freeaddrinfo(found);
+  return address;
+}
+
+bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
+
+// The address that the others reach this rank at. A machine that knows its own name as a loopback address (Debian's
+// /etc/hosts) learns a better one from the first rank that is elsewhere.
+std::string choose_address(c10d::Store& store, const Place& place) {
+  std::string mine = local_address_towards(place.host, place.port);
+  if (mine.empty()) mine = "127.0.0.1";
+  store.set("address/" + std::to_string(place.rank), mine);
+  if (!is_loopback(mine)) return mine;
+  for (int r = 0; r < place.size; ++r) {
+    const std::string other = store.get_to_str("address/" + std::to_string(r));
+    if (is_loopback(other)) continue;
+    const std::string towards = local_address_towards(other, place.port);
+    if (!towards.empty()) return towards;
+  }
+  return mine;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds limit) {
+  const bool serves = place.rank == 0 && !place.store_is_hosted;
+  const std::string at = place.host + ":" + std::to_string(place.port);
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(place.port);
+  options.isServer = serves;
+  options.numWorkers = place.size;
+  options.waitWorkers = false;
+  options.timeout = limit;
+  options.multiTenant = true;  // a process may join again
+
+  // In a thread: a stranger that listens on the port and says nothing would hold us for ever.
+  using Result = c10::intrusive_ptr<c10d::Store>;
+  std::packaged_task<Result()> task(
+      [host = place.host, options]() -> Result { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  std::future<Result> result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(limit + milliseconds(2'000)) != std::future_status::ready) {
+    throw Error(place.rank, at + " answers, but not as plumb's rank 0 does; another program listens there: set "
+                                 "MASTER_PORT to a free port on every rank");
+  }
+  try {
+    return result.get();
+  } catch (const std::exception& e) {
+    const std::string why = first_line(e.what());
+    if (serves && (why.find("EADDRINUSE") != std::string::npos || why.find("in use") != std::string::npos)) {
+      throw Error(place.rank, "cannot serve the rendezvous at " + at +
+                                  ": the port is in use; set MASTER_PORT to a free port on every rank [" + why + "]");
+    }
+    if (serves) throw Error(place.rank, "cannot serve the rendezvous at " + at + " [" + why + "]");
+    throw Error(place.rank, "cannot reach rank 0 at " + at + " within " + std::to_string(limit.count() / 1000.0).substr(0, 4) +
+                                " s; see whether rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and "
+                                "port on every rank [" + why + "]");
+  }
+}
+
+std::string choose_backend(const WorldOptions& options, int rank) {
+  if (options.device != "cpu" && options.device != "cuda") {
+    throw Error(rank, "device '" + options.device + "' is unknown; there are 'cpu' and 'cuda'");
+  }
+  if (options.timeout.count() <= 0) {
+    throw Error(rank, "a time-out of " + std::to_string(options.timeout.count()) + " ms; it must be positive");
+  }
+  const std::string name = options.backend.empty() ? (options.device == "cuda" ? "nccl" : "gloo") : options.backend;
+  if (name == "local") {
+    throw Error(rank, "backend 'local' is for ranks that are threads of one process (plumb::run_local); processes "
+                      "join by 'gloo' or 'nccl'");
+  }
+  if (name != "gloo" && name != "nccl") {
+    throw Error(rank, "backend '" + name + "' is unknown; there are 'gloo' and 'nccl'");
+  }
+  if (name == "nccl" && options.device == "cpu") {
+    throw Error(rank, "backend 'nccl' carries gradients on 'cuda', and the device is 'cpu'; choose gloo, or that device");
+  }
+  return name;
+}
+
+std::atomic<int> joins{0};  // of this process: each world has its own keys
+
+}  // namespace
+
+World World::join(const WorldOptions& options) {
+  const Place place = read_place();
+  auto impl = std::make_shared<Impl>();
+  impl->rank = place.rank;
+  impl->size = place.size;
+  impl->local_rank = place.local_rank;
+  impl->timeout = options.timeout;
+  impl->backend = choose_backend(options, place.rank);
+  if (place.size == 1) return World(std::move(impl));
+
+  const milliseconds limit = std::min(options.timeout, rendezvous_limit);
+  const std::string prefix = "plumb/" + place.attempt + "/" + std::to_string(joins++);
+  impl->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(place, limit));
+  auto counters = std::make_shared<Counters>();
+  const bool hosts = place.rank == 0 && !place.store_is_hosted;
+  try {
+    if (impl->store->add("seats/" + std::to_string(place.rank), 1) > 1) {
+      throw Error(place.rank, "another process has joined as rank " + std::to_string(place.rank) +
+                                  " already; give each process its own rank (or this world its own MASTER_PORT)");
+    }
+    impl->watch = std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
+                                          make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
+    const bool nccl = impl->backend == "nccl";
+    auto gloo = make_gloo(impl->store, place.rank, place.size, options.timeout, choose_address(*impl->store, place),
+                          nccl ? 1 : 2);
+    impl->control = make_group(gloo[0], impl->watch, control_index);
+    impl->data = make_group(nccl ? make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", impl->store), place.rank,
+                                             place.size, place.local_rank, options.timeout)
+                                 : gloo[1],
+                            impl->watch, data_index);
+  } catch (const Error& e) {
+    if (impl->watch) impl->watch->fail(e.what(), place.rank, {});
+    throw;
+  } catch (const std::exception& e) {
+    const Error error(place.rank, "met the others at " + place.host + ":" + std::to_string(place.port) +
+                                      ", but could not connect to all of them; see whether they run, and whether the "
+                                      "network lets them through (GLOO_SOCKET_IFNAME chooses the interface) [" +
+                                      first_line(e.what()) + "]");
+    if (impl->watch) impl->watch->fail(error.what(), place.rank, {});
+    throw error;
+  }
+  return World(std::move(impl));
+}
+
+World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
+                   const WorldOptions& options) {
+  auto impl = std::make_shared<Impl>();
+  impl->rank = backend->getRank();
+  impl->size = backend->getSize();
+  impl->local_rank = impl->rank;
+  impl->backend = backend->getBackendName();
+  impl->timeout = options.timeout;
+  if (impl->size == 1) return World(std::move(impl));
+  const bool on_host = impl->backend != "nccl";
+  if (!on_host && !store) {
+    throw Error(impl->rank, "World::adopt of an nccl backend needs the store too: host messages travel beside it");
+  }
+  auto counters = std::make_shared<Counters>();
+  std::unique_ptr<Board> board;
+  const milliseconds limit = std::min(options.timeout, rendezvous_limit);
+  if (store) {
+    // By the number of worlds at this rank: all ranks adopt in the same order.
+    const int64_t turn = store->add("plumb/adopted/" + std::to_string(impl->rank), 1);
+    impl->store = c10::make_intrusive<c10d::PrefixStore>("plumb/adopted/" + std::to_string(turn), store);
+    board = make_store_board(impl->store, impl->rank, impl->size, counters, limit, /*hosts=*/false);
+  }
+  impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(board));
+  impl->data = make_group(backend, impl->watch, data_index);
+  impl->control = impl->data;
+  if (!on_host) {
+    Place place;
+    place.rank = impl->rank;
+    place.size = impl->size;
+    if (const char* host = std::getenv("MASTER_ADDR"); host && *host) place.host = host;
+    impl->control = make_group(make_gloo(impl->store, impl->rank, impl->size, options.timeout,
+                                         choose_address(*impl->store, place), 1)[0],
+                               impl->watch, control_index);
+  }
+  return World(std::move(impl));
+}
+
+}  // namespace plumb

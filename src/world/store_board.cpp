@@ -1,0 +1,209 @@
+// The board over a store: one thread per process beats, publishes and reads, so that nobody else ever waits for it.
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "world/board.h"
+
+namespace plumb {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds beat{500};
+constexpr milliseconds farewell{1'000};  // for the last word to be sent
+constexpr milliseconds linger{3'000};    // of the store's host, for the others to read the last words
+constexpr milliseconds deaf{2'500};      // a rank that has not beaten this long is not waited for
+
+std::string key_of(int rank) { return "report/" + std::to_string(rank); }
+
+// Shared with the thread, which outlives the board when the store hangs.
+struct Shared {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  std::shared_ptr<Counters> counters;
+  std::vector<std::string> keys;
+
+  std::mutex mutex;
+  std::condition_variable wake;      // for the thread
+  std::condition_variable answered;  // for the others
+  Report mine;
+  std::vector<Board::Heard> heard;
+  int64_t published = 0;       // reports handed in
+  int64_t sent = 0;            // of these, known to be in the store
+  int64_t reads_wanted = 0;
+  int64_t reads_done = 0;
+  bool stop = false;
+  bool ended = false;
+  std::string trouble;
+};
+
+std::string encode(Shared& shared) {
+  ++shared.mine.beat;
+  for (size_t g = 0; g < shared.mine.issued.size(); ++g) shared.mine.issued[g] = (*shared.counters)[g].load();
+  return shared.mine.encode();
+}
+
+// One exchange with the store, with `lock` open meanwhile.
+void visit(Shared& shared, std::unique_lock<std::mutex>& lock) {
+  const std::string report = encode(shared);
+  const int64_t publishing = shared.published;
+  const int64_t reading = shared.reads_wanted;
+  const bool read = reading > shared.reads_done;
+  lock.unlock();
+  std::vector<std::vector<uint8_t>> values;
+  std::string trouble;
+  try {
+    shared.store->set(key_of(shared.rank), report);
+    // The set is not answered, a read is: it proves that the store has taken the report.
+    if (read) values = shared.store->multiGet(shared.keys);
+  } catch (const std::exception& e) {
+    const std::string what = e.what();
+    trouble = what.substr(0, what.find('\n'));
+  }
+  lock.lock();
+  shared.trouble = trouble;
+  if (trouble.empty()) {
+    shared.sent = publishing;
+    const auto now = Clock::now();
+    for (size_t r = 0; r < values.size(); ++r) {
+      Report report_of = Report::decode(std::string(values[r].begin(), values[r].end()));
+      const bool moved = report_of.beat != shared.heard[r].report.beat;
+      shared.heard[r].report = std::move(report_of);
+      if (moved || shared.heard[r].changed == Clock::time_point{}) shared.heard[r].changed = now;
+    }
+    if (read) shared.reads_done = reading;
+  }
+  shared.answered.notify_all();
+}
+
+void beat_on(const std::shared_ptr<Shared>& shared) {
+  std::unique_lock lock(shared->mutex);
+  while (!shared->stop && shared->trouble.empty()) {
+    visit(*shared, lock);
+    shared->wake.wait_for(lock, beat, [&] {
+      return shared->stop || shared->published > shared->sent || shared->reads_wanted > shared->reads_done;
+    });
+  }
+  shared->ended = true;
+  shared->answered.notify_all();
+}
+
+class StoreBoard final : public Board {
+ public:
+  StoreBoard(std::shared_ptr<Shared> shared, bool hosts) : shared_(std::move(shared)), hosts_(hosts) {
+    thread_ = std::thread([shared = shared_] { beat_on(shared); });
+  }
+
+  ~StoreBoard() override {
+    leave();
+    bool ended = false;
+    {
+      std::unique_lock lock(shared_->mutex);
+      shared_->stop = true;
+      shared_->wake.notify_all();
+      ended = shared_->answered.wait_for(lock, farewell, [&] { return shared_->ended; });
+    }
+    // A store that hangs keeps its thread, which touches nothing but what it shares.
+    ended ? thread_.join() : thread_.detach();
+  }
+
+  void publish(const Report& report) override {
+    std::lock_guard lock(shared_->mutex);
+    if (shared_->mine.state == Report::State::failed) return;  // the last word
+    const int64_t beats = shared_->mine.beat;
+    shared_->mine = report;
+    shared_->mine.beat = beats;
+    ++shared_->published;
+    // That this rank waits no more is no news: the next beat tells it.
+    if (report.state != Report::State::running) shared_->wake.notify_all();
+  }
+
+  std::optional<std::vector<Heard>> read(milliseconds patience) override {
+    std::unique_lock lock(shared_->mutex);
+    const int64_t wanted = ++shared_->reads_wanted;
+    shared_->wake.notify_all();
+    const bool done = shared_->answered.wait_for(
+        lock, patience, [&] { return shared_->reads_done >= wanted || !shared_->trouble.empty() || shared_->ended; });
+    if (!done && shared_->trouble.empty()) shared_->trouble = "the store does not answer";
+    if (shared_->reads_done < wanted) return std::nullopt;
+    return shared_->heard;
+  }
+
+  std::string trouble() override {
+    std::lock_guard lock(shared_->mutex);
+    return shared_->trouble;
+  }
+
+  bool beats() const override { return true; }
+
+  void leave() override {
+    if (std::exchange(left_, true)) return;
+    {
+      std::unique_lock lock(shared_->mutex);
+      if (shared_->mine.state != Report::State::failed) {
+        shared_->mine.state = Report::State::left;
+        ++shared_->published;
+      }
+      shared_->wake.notify_all();
+    }
+    const auto end = Clock::now() + (hosts_ ? linger : farewell);
+    // A read carries the last word along and proves that it arrived; the host reads until the others have left too.
+    for (bool waiting = true; waiting && Clock::now() < end;) {
+      const auto heard = read(farewell);
+      waiting = false;
+      if (!heard || !hosts_) continue;
+      for (size_t r = 0; r < heard->size(); ++r) {
+        const auto& [report, changed] = (*heard)[r];
+        const bool there = report.state == Report::State::running || report.state == Report::State::waiting;
+        if (static_cast<int>(r) != shared_->rank && there && Clock::now() - changed < deaf) waiting = true;
+      }
+      if (waiting) std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+
+ private:
+  std::shared_ptr<Shared> shared_;
+  const bool hosts_;
+  bool left_ = false;
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                        std::shared_ptr<Counters> counters, milliseconds timeout, bool hosts) {
+  auto shared = std::make_shared<Shared>();
+  shared->rank = rank;
+  shared->counters = std::move(counters);
+  for (int r = 0; r < size; ++r) shared->keys.push_back(key_of(r));
+  shared->heard.resize(size);
+  store->set(key_of(rank), encode(*shared));
+  const auto end = Clock::now() + timeout;
+  std::string missing;
+  for (int r = 0; r < size; ++r) {
+    try {
+      const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+      store->wait({key_of(r)}, std::max(left, milliseconds(10)));
+    } catch (const std::exception&) {
+      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(r);
+    }
+  }
+  if (!missing.empty()) {
+    throw Error(rank, "waited " + std::to_string(timeout.count() / 1000.0).substr(0, 5) + " s for all " +
+                          std::to_string(size) + " ranks to join, and did not hear of " + missing +
+                          "; see whether they started, and reach the same MASTER_ADDR and MASTER_PORT");
+  }
+  // A connection of its own: a wait of somebody else's on the store must not hold up a heartbeat.
+  try {
+    shared->store = store->clone();
+  } catch (const std::exception&) {
+    shared->store = store;
+  }
+  return std::make_unique<StoreBoard>(std::move(shared), hosts);
+}
+
+}  // namespace plumb
