@@ -1,0 +1,132 @@
+// What the program says to right and wrong words, before it trains anything.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "cli/support/program.h"
+
+namespace plumb::test {
+
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+// One line on stderr that says `text`, nothing on stdout, exit code 2.
+void expect_usage_error(const Words& words, const Words& text) {
+  const Result result = run(words);
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_EQ(result.out, "");
+  EXPECT_THAT(result.err, StartsWith("plumb: "));
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  for (const auto& part : text) EXPECT_THAT(result.err, HasSubstr(part));
+}
+
+TEST(Words, HelpFitsAScreen) {
+  const Result result = run({"--help"});
+  EXPECT_EQ(result.code, 0);
+  EXPECT_LE(result.lines().size(), 24u);
+  for (const auto& line : result.lines()) EXPECT_LE(line.size(), 100u) << line;
+  EXPECT_THAT(result.out, AllOf(HasSubstr("plumb train"), HasSubstr("plumb info")));
+}
+
+TEST(Words, TrainHelpNamesEveryFlag) {
+  const Result result = run({"train", "--help"});
+  EXPECT_EQ(result.code, 0);
+  for (const char* flag : {"--ranks", "--strategy", "--model", "--layers", "--heads", "--width", "--context", "--steps",
+                           "--batch", "--accumulate", "--dtype", "--lr", "--warmup", "--weight-decay", "--clip", "--seed",
+                           "--device", "--backend", "--timeout", "--bucket-mb", "--data", "--out", "--config", "--json",
+                           "--threads", "--quiet"}) {
+    EXPECT_THAT(result.out, HasSubstr(flag));
+  }
+}
+
+TEST(Words, VersionIsOneLine) {
+  const Result result = run({"--version"});
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.out, StartsWith("plumb "));
+  EXPECT_EQ(result.lines().size(), 1u);
+}
+
+TEST(Words, InfoSpeaksJson) {
+  const auto info = run({"info", "--json"}).last();
+  for (const char* key : {"plumb", "torch", "devices", "backends", "strategies"}) EXPECT_TRUE(info.contains(key)) << key;
+  EXPECT_THAT(run({"info"}).out, AllOf(HasSubstr("torch"), HasSubstr("gloo")));
+}
+
+TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
+  expect_usage_error({"fly"}, {"'fly'", "train, info"});
+  expect_usage_error({"info", "--loud"}, {"--loud"});
+  expect_usage_error({"train", "--loud"}, {"--loud"});
+  expect_usage_error({"train", "loud"}, {"loud"});
+  expect_usage_error({"train", "--steps", "many"}, {"--steps", "whole number", "'many'"});
+  expect_usage_error({"train", "--steps", "1.5"}, {"--steps", "whole number"});
+  expect_usage_error({"train", "--steps"}, {"--steps", "needs a value"});
+  expect_usage_error({"train", "--steps", "0"}, {"--steps", "at least 1"});
+  expect_usage_error({"train", "--steps", "99999999999999999999"}, {"--steps"});
+  expect_usage_error({"train", "--lr", "nan"}, {"--lr"});
+  expect_usage_error({"train", "--lr", "-1"}, {"--lr"});
+  expect_usage_error({"train", "--dtype", "f8"}, {"--dtype", "'f8'", "f32, bf16"});
+  expect_usage_error({"train", "--device", "tpu"}, {"--device", "'tpu'", "cpu, cuda"});
+  expect_usage_error({"train", "--backend", "pigeon"}, {"--backend", "'pigeon'", "gloo, nccl, local"});
+  expect_usage_error({"train", "--backend", "nccl"}, {"--backend nccl", "--device cuda"});
+  expect_usage_error({"train", "--model", "rnn"}, {"--model", "'rnn'", "gpt"});
+  expect_usage_error({"train", "--timeout", "0"}, {"--timeout", "more than 0"});
+  expect_usage_error({"train", "--width", "10", "--heads", "3"}, {"--width 10", "--heads 3"});
+  expect_usage_error({"train", "--context", "4"}, {"--context 4", "11"});
+}
+
+TEST(Words, AnUnknownStrategyIsToldTheNames) {
+  expect_usage_error({"train", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
+}
+
+TEST(Words, ZeroRanksAreTooFew) {
+  expect_usage_error({"train", "--ranks", "0"}, {"--ranks", "at least 1"});
+  expect_usage_error({"train", "--ranks", "-2"}, {"--ranks", "at least 1"});
+}
+
+TEST(Words, ABatchThatDoesNotDivideIsToldWhichWould) {
+  expect_usage_error({"train", "--batch", "10", "--ranks", "2", "--accumulate", "3"},
+                     {"--batch 10", "2 ranks", "3 micro-batches", "12"});
+}
+
+TEST(Words, ADataFileMustBeThereAndBeText) {
+  const Scratch scratch;
+  const std::string out = scratch.path("run");
+  const auto data = [&](const std::string& file) { return Words{"train", "--data", file, "--out", out, "--ranks", "2"}; };
+  expect_usage_error(data(scratch.path("none.txt")), {"none.txt", "does not exist"});
+  expect_usage_error(data(scratch.write("empty.txt", "")), {"empty.txt", "is empty"});
+  expect_usage_error(data(scratch.path(".")), {"is a folder"});
+  expect_usage_error(data(scratch.write("short.txt", "too short")), {"short.txt", "9 bytes", "130"});
+  expect_usage_error(data(scratch.write("binary.txt", std::string(1000, '\0'))), {"binary.txt", "not text", "byte 0"});
+  EXPECT_FALSE(scratch.has("run"));
+}
+
+TEST(Words, AConfigFileMustBeThereAndBeUnderstood) {
+  const Scratch scratch;
+  const auto config = [&](const std::string& name, const std::string& text) {
+    return Words{"train", "--config", scratch.write(name, text), "--out", scratch.path("run")};
+  };
+  expect_usage_error({"train", "--config", scratch.path("none.toml")}, {"none.toml", "does not exist"});
+  expect_usage_error({"train", "--config", scratch.path(".")}, {"cannot be read"});
+  expect_usage_error(config("empty.toml", ""), {"empty.toml", "is empty"});
+  expect_usage_error(config("comment.toml", "# nothing\n"), {"comment.toml", "is empty"});
+  expect_usage_error(config("broken.toml", "steps = 3\nlr = = 1\n"), {"broken.toml", "line 2"});
+  expect_usage_error(config("unknown.toml", "steps = 3\n\npigeons = 2\n"), {"line 3", "unknown key 'pigeons'"});
+  expect_usage_error(config("table.toml", "[train]\nsteps = 3\n"), {"line 1", "unknown key 'train'"});
+  expect_usage_error(config("type.toml", "steps = \"three\"\n"), {"line 1", "'steps'", "whole number", "string"});
+  expect_usage_error(config("type2.toml", "json = 1\n"), {"line 1", "'json'", "true or false", "integer"});
+  expect_usage_error(config("range.toml", "ranks = 0\n"), {"--ranks", "at least 1"});
+  EXPECT_FALSE(scratch.has("run"));
+}
+
+TEST(Words, AnOutputThatIsAFileIsRefused) {
+  const Scratch scratch;
+  expect_usage_error({"train", "--out", scratch.write("file", "x")}, {"--out", "not a folder"});
+}
+
+}  // namespace
+
+}  // namespace plumb::test

@@ -1,0 +1,143 @@
+// How the program starts, stops and fails as a world of several processes.
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "cli/support/program.h"
+
+namespace plumb::test {
+
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+Environment place(int rank, int size, int port) {
+  return {{"RANK", std::to_string(rank)},        {"WORLD_SIZE", std::to_string(size)},
+          {"LOCAL_RANK", std::to_string(rank)},  {"LOCAL_WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},          {"MASTER_PORT", std::to_string(port)}};
+}
+
+Words endless(const Words& more) {
+  Words words = tiny({"--json", "--steps", "1000000", "--eval-every", "0"});
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+void expect_one_error_line(const Result& result, int code) {
+  EXPECT_EQ(result.code, code) << result.err;
+  EXPECT_THAT(result.err, StartsWith("plumb: "));
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+}
+
+TEST(World, TakesPartInALaunchersWorld) {
+  const int port = free_port();
+  Program zero(tiny({"--json"}), place(0, 2, port));
+  Program one(tiny({"--json"}), place(1, 2, port));
+  const Result talker = zero.wait(), listener = one.wait();
+  ASSERT_EQ(talker.code, 0) << talker.err;
+  ASSERT_EQ(listener.code, 0) << listener.err;
+  EXPECT_EQ(talker.last()["ranks"], 2);
+  EXPECT_EQ(listener.out, "");
+}
+
+TEST(World, StartsItsOwnWhenRanksAreGivenInsideALaunchersWorld) {
+  const Result result = run(tiny({"--json", "--ranks", "1"}), place(1, 2, free_port()));
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.last()["ranks"], 1);
+}
+
+TEST(World, CannotBeJoinedByThreads) {
+  expect_one_error_line(run(tiny({"--backend", "local"}), place(0, 2, free_port())), 2);
+}
+
+TEST(World, StopsAllRanksAfterTheSameStepOnCtrlC) {
+  for (const Words& how : {Words{"--ranks", "2"}, Words{"--ranks", "2", "--backend", "local"}, Words{"--ranks", "1"}}) {
+    const Scratch scratch;
+    Words words = endless(how);
+    words.insert(words.end(), {"--out", scratch.path("run")});
+    Program program(words);
+    program.wait_for_lines(3);
+    program.signal(SIGINT);
+    const Result result = program.wait();
+    EXPECT_EQ(result.code, 130) << result.err;
+    EXPECT_EQ(result.err, "");
+    EXPECT_EQ(result.last()["stopped"], true);
+    EXPECT_EQ(result.last()["steps"], result.losses().size());
+    EXPECT_TRUE(scratch.has("run/report.html"));
+    EXPECT_FALSE(program.alive());
+  }
+}
+
+TEST(World, StopsWhenOneRankAloneIsAskedTo) {
+  Program program(endless({"--ranks", "2"}));
+  program.wait_for_lines(3);
+  kill(program.children().at(1), SIGINT);
+  EXPECT_EQ(program.wait().code, 130);
+  EXPECT_FALSE(program.alive());
+}
+
+TEST(World, NamesTheRankThatWasKilled) {
+  Program program(endless({"--ranks", "3", "--batch", "9"}));
+  program.wait_for_lines(3);
+  kill(program.children().at(1), SIGKILL);
+  const Result result = program.wait();
+  expect_one_error_line(result, 1);
+  EXPECT_THAT(result.err, HasSubstr("rank 1"));
+  EXPECT_THAT(result.err, HasSubstr("signal 9"));
+  EXPECT_FALSE(program.alive());
+}
+
+TEST(World, LeavesNoRankBehindWhenItIsKilledItself) {
+  Program program(endless({"--ranks", "2"}));
+  program.wait_for_lines(3);
+  const auto ranks = program.children();
+  EXPECT_EQ(ranks.size(), 2u);
+  program.signal(SIGKILL);
+  EXPECT_EQ(program.wait().code, 128 + SIGKILL);  // returns once every rank has closed its pipes
+}
+
+TEST(World, SaysWhenNobodyAnswersAtTheMastersAddress) {
+  const Scratch scratch;
+  const Result result = run(tiny({"--timeout", "2", "--out", scratch.path("run")}), place(1, 2, free_port()));
+  expect_one_error_line(result, 1);
+  EXPECT_THAT(result.err, HasSubstr("127.0.0.1"));
+  EXPECT_FALSE(scratch.has("run"));
+}
+
+TEST(World, SaysWhenTheMastersPortIsInUse) {
+  const int fd = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_any;
+  socklen_t length = sizeof(address);
+  if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(fd, 8) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    if (fd >= 0) close(fd);
+    GTEST_SKIP() << "no socket on all addresses of this machine";
+  }
+  const int port = ntohs(address.sin6_port);
+  const Result result = run(tiny({"--timeout", "3"}), place(0, 2, port));
+  close(fd);
+  expect_one_error_line(result, 1);
+  EXPECT_THAT(result.err, HasSubstr(std::to_string(port)));
+}
+
+TEST(World, ReportsAFailureOfARankOnceWithItsRank) {
+  const Scratch scratch;
+  // The run folder's parent is a file: only rank 0 finds out, after the first step.
+  const std::string file = scratch.write("file", "x");
+  const Result result = run(tiny({"--ranks", "2", "--timeout", "5", "--out", file + "/run"}));
+  expect_one_error_line(result, 1);
+  EXPECT_THAT(result.err, HasSubstr("rank 0"));
+  EXPECT_THAT(result.err, HasSubstr("run folder"));
+}
+
+}  // namespace
+
+}  // namespace plumb::test

@@ -1,0 +1,52 @@
+// The GPT is causal, and its initial values are a function of size and seed alone.
+#include "model/gpt.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "plumb/error.h"
+
+namespace plumb::model {
+
+namespace {
+
+constexpr GptSize kSmall{.layers = 2, .heads = 2, .width = 16, .context = 8, .vocabulary = 11};
+
+TEST(Gpt, StartsFromTheSeedWhateverTheGlobalGeneratorDid) {
+  torch::manual_seed(1);
+  Gpt a(kSmall, 7);
+  torch::manual_seed(2);
+  Gpt b(kSmall, 7), c(kSmall, 8);
+  const auto pa = a->parameters(), pb = b->parameters(), pc = c->parameters();
+  bool differs = false;
+  for (size_t i = 0; i < pa.size(); ++i) {
+    EXPECT_TRUE(at::equal(pa[i], pb[i]));
+    differs |= !at::equal(pa[i], pc[i]);
+  }
+  EXPECT_TRUE(differs);
+}
+
+TEST(Gpt, SeesNoLaterToken) {
+  torch::NoGradGuard no_grad;
+  Gpt gpt(kSmall, 7);
+  auto tokens = at::arange(8, at::kLong).remainder(11).unsqueeze(0);
+  const auto before = gpt->forward(tokens);
+  tokens[0][5] = 9;
+  const auto after = gpt->forward(tokens);
+  EXPECT_TRUE(at::allclose(before.narrow(1, 0, 5), after.narrow(1, 0, 5)));
+  EXPECT_FALSE(at::allclose(before.narrow(1, 5, 3), after.narrow(1, 5, 3)));
+}
+
+TEST(Gpt, ReachesEveryParameter) {
+  Gpt gpt(kSmall, 7);
+  gpt->forward(at::ones({2, 8}, at::kLong)).square().sum().backward();
+  for (const auto& item : gpt->named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
+}
+
+TEST(Gpt, RefusesAWidthThatItsHeadsDoNotDivide) {
+  EXPECT_THROW(Gpt({.layers = 1, .heads = 3, .width = 16, .context = 8, .vocabulary = 11}, 7), Error);
+}
+
+}  // namespace
+
+}  // namespace plumb::model
