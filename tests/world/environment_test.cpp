@@ -1,0 +1,113 @@
+// The environment of each launcher, right and wrong.
+#include "world/environment.h"
+
+#include <map>
+
+#include "plumb/error.h"
+
+namespace plumb {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Variables = std::map<std::string, std::string>;
+
+Place place_of(const Variables& variables) {
+  return read_place([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  });
+}
+
+std::string error_of(const Variables& variables) {
+  try {
+    place_of(variables);
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+TEST(Environment, WithoutALauncherThereIsOneRank) {
+  const Place place = place_of({});
+  EXPECT_EQ(place.launcher, "none");
+  EXPECT_EQ(place.size, 1);
+  EXPECT_EQ(place_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"ENVIRONMENT", "BATCH"}}).size, 1);
+}
+
+TEST(Environment, ReadsEveryLauncher) {
+  struct Row {
+    Variables variables;
+    const char* launcher;
+    int rank, size, local_rank;
+    const char* host;
+    int port;
+  };
+  const std::vector<Row> rows{
+      {{{"RANK", "3"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "n0"}, {"MASTER_PORT", "1234"}},
+       "torchrun", 3, 8, 1, "n0", 1234},
+      {{{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "torchrun", 1, 2, 1, "127.0.0.1", 29500},
+      {{{"OMPI_COMM_WORLD_RANK", "2"}, {"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}},
+       "Open MPI", 2, 4, 0, "127.0.0.1", 29500},
+      {{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MASTER_PORT", "5"}}, "MPICH", 1, 2, 1,
+       "127.0.0.1", 5},
+      {{{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "2"}, {"SLURM_NODELIST", "gpu[07-09]"}},
+       "Slurm", 5, 6, 2, "gpu07", 29500},
+      {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "1"}, {"SLURM_NNODES", "1"},
+        {"SLURM_NODELIST", "gpu07"}}, "Slurm", 1, 2, 1, "127.0.0.1", 29500},
+      {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "0"}, {"MASTER_ADDR", "head"}}, "Slurm", 1, 2,
+       0, "head", 29500},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"SLURM_PROCID", "7"}, {"SLURM_NTASKS", "9"}}, "torchrun", 0, 2, 0,
+       "127.0.0.1", 29500},
+  };
+  for (const Row& row : rows) {
+    const Place place = place_of(row.variables);
+    EXPECT_EQ(place.launcher, row.launcher);
+    EXPECT_EQ(place.rank, row.rank);
+    EXPECT_EQ(place.size, row.size);
+    EXPECT_EQ(place.local_rank, row.local_rank);
+    EXPECT_EQ(place.host, row.host);
+    EXPECT_EQ(place.port, row.port);
+  }
+}
+
+TEST(Environment, KnowsThatTorchrunServesTheStoreAndWhichAttemptItIs) {
+  const Place place = place_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                {"TORCHELASTIC_RESTART_COUNT", "2"}});
+  EXPECT_TRUE(place.store_is_hosted);
+  EXPECT_EQ(place.attempt, "2");
+  EXPECT_FALSE(place_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}).store_is_hosted);
+}
+
+TEST(Environment, SaysWhichVariableHasWhichWrongValue) {
+  EXPECT_THAT(error_of({{"RANK", "abc"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK=abc"));
+  EXPECT_THAT(error_of({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK=-1"));
+  EXPECT_THAT(error_of({{"RANK", "1x"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK=1x"));
+  EXPECT_THAT(error_of({{"RANK", ""}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK="));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE=0"));
+  EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}), AllOf(HasSubstr("RANK=2"), HasSubstr("WORLD_SIZE=2")));
+  EXPECT_THAT(error_of({{"RANK", "1"}}), AllOf(HasSubstr("RANK=1"), HasSubstr("WORLD_SIZE is not")));
+  EXPECT_THAT(error_of({{"WORLD_SIZE", "4"}}), AllOf(HasSubstr("WORLD_SIZE=4"), HasSubstr("RANK is not")));
+  EXPECT_THAT(error_of({{"PMI_RANK", "1"}}), HasSubstr("PMI_SIZE is not"));
+  for (const char* port : {"0", "65536", "-3", "http", "29500 "}) {
+    EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", port}}),
+                HasSubstr(std::string("MASTER_PORT=") + port));
+  }
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", ""}}), HasSubstr("MASTER_ADDR"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "x"}}), HasSubstr("LOCAL_RANK=x"));
+}
+
+TEST(Environment, ReadsTheFirstNodeOfASimpleList) {
+  EXPECT_EQ(first_node("a"), "a");
+  EXPECT_EQ(first_node("a,b"), "a");
+  EXPECT_EQ(first_node("n[3,5]"), "n3");
+  EXPECT_EQ(first_node("n[003-005],m"), "n003");
+  EXPECT_EQ(first_node("a1,n[3-5]"), "a1");
+  EXPECT_EQ(first_node("n[1-2]-ib"), "n1-ib");
+  EXPECT_EQ(first_node("r[1-2]n[1-4]"), std::nullopt);
+  EXPECT_EQ(first_node("n["), std::nullopt);
+  EXPECT_EQ(first_node(""), std::nullopt);
+}
+
+}  // namespace
+}  // namespace plumb

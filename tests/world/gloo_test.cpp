@@ -1,0 +1,204 @@
+// Worlds of real processes over gloo: what works, and what is said when a rank dies, stops, leaves or goes astray.
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+
+#include "world/support/processes.h"
+
+namespace plumb::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+TEST(Gloo, CarriesEveryVerbBetweenProcesses) {
+  for (int size : {2, 3}) {
+    auto ranks = start_ranks("verbs", size);
+    for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
+  }
+}
+
+TEST(Gloo, AProcessMayJoinTwice) {
+  auto ranks = start_ranks("two worlds", 2);
+  for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
+}
+
+TEST(Gloo, AKilledRankIsNamedOnEveryOther) {
+  auto ranks = start_ranks("reduce for ever", 3);
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
+  const auto begin = Clock::now();
+  ranks[1].signal(SIGKILL);
+  for (int r : {0, 2}) {
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), HasSubstr("rank 1 is gone"));
+  }
+  EXPECT_LT(seconds_since(begin), 12);
+  EXPECT_EQ(ranks[1].join(), -SIGKILL);
+}
+
+TEST(Gloo, AKilledRankZeroIsNamedThoughTheStoreDiesWithIt) {
+  auto ranks = start_ranks("reduce for ever", 3);
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
+  const auto begin = Clock::now();
+  ranks[0].signal(SIGKILL);
+  for (int r : {1, 2}) {
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), HasSubstr("rank 0 is gone"));
+  }
+  EXPECT_LT(seconds_since(begin), 15);
+}
+
+TEST(Gloo, AStoppedRankIsNamedAtTheTimeOut) {
+  auto ranks = start_ranks("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "4000"}});
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
+  ranks[1].signal(SIGSTOP);
+  EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
+  EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("rank 1 did not come"), HasSubstr("last heard of")));
+  ranks[1].signal(SIGKILL);
+}
+
+TEST(Gloo, AStoppedStoreHostHangsNobody) {
+  auto ranks = start_ranks("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "4000"}});
+  for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
+  const auto begin = Clock::now();
+  ranks[0].signal(SIGSTOP);
+  EXPECT_EQ(ranks[1].join(), 3) << ranks[1].output();
+  EXPECT_THAT(ranks[1].output(), AllOf(HasSubstr("rank 0"), HasSubstr("the store does not answer")));
+  EXPECT_LT(seconds_since(begin), 15);
+  ranks[0].signal(SIGKILL);
+}
+
+TEST(Gloo, ARankThatStaysAwayIsNamedAtTheTimeOut) {
+  auto ranks = start_ranks("rank 1 stays away", 3, {{"PLUMB_TEST_TIMEOUT_MS", "3000"}});
+  for (int r : {0, 2}) {
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), AllOf(HasSubstr("rank 1 did not come"), HasSubstr("runs outside any collective")));
+  }
+}
+
+TEST(Gloo, RanksThatWaitForEachOtherInDifferentPlacesAreToldBothPlaces) {
+  auto ranks = start_ranks("crossed", 3);
+  const auto begin = Clock::now();
+  for (auto& rank : ranks) {
+    EXPECT_EQ(rank.join(), 3) << rank.output();
+    EXPECT_THAT(rank.output(), AllOf(HasSubstr("is in backward 2 of step 5"), HasSubstr("called step() after 1 backward"),
+                                     HasSubstr("engine.backward(loss)")));
+  }
+  EXPECT_LT(seconds_since(begin), 20);  // the time-out is 60 s
+}
+
+TEST(Gloo, ARankThatLeavesEarlyIsNamed) {
+  auto ranks = start_ranks("rank 1 leaves", 2);
+  const auto begin = Clock::now();
+  EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
+  EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("rank 1"), HasSubstr("left the world"), HasSubstr("step 7")));
+  EXPECT_EQ(ranks[1].join(), 0) << ranks[1].output();
+  EXPECT_LT(seconds_since(begin), 20);
+}
+
+TEST(Gloo, AReportedFailureReachesTheOthersWithItsText) {
+  auto ranks = start_ranks("rank 1 reports", 3);
+  EXPECT_EQ(ranks[1].join(), 4);
+  for (int r : {0, 2}) {
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), AllOf(HasSubstr("rank 1"), HasSubstr("parameter 'w' was delivered twice")));
+  }
+}
+
+TEST(Gloo, AWorldEndsAtOnceThoughWorkIsPending) {
+  auto ranks = start_ranks("leave with work pending", 2);
+  const auto begin = Clock::now();
+  for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
+  EXPECT_LT(seconds_since(begin), 20);  // the time-out is 60 s
+}
+
+TEST(Rendezvous, AnUnreachableMasterIsNamedWithinTheTimeOut) {
+  const int port = free_port();
+  Process rank("join", {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(port)}, {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
+  EXPECT_EQ(rank.join(), 3) << rank.output();
+  EXPECT_THAT(rank.output(), AllOf(HasSubstr("rank 1: cannot reach rank 0 at 127.0.0.1:" + std::to_string(port)),
+                                   HasSubstr("MASTER_ADDR")));
+}
+
+TEST(Rendezvous, RanksThatDoNotComeAreNamed) {
+  Process rank("join", {{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(free_port())}, {"PLUMB_TEST_TIMEOUT_MS", "1500"}});
+  EXPECT_EQ(rank.join(), 3) << rank.output();
+  EXPECT_THAT(rank.output(), HasSubstr("did not hear of rank 1, rank 2"));
+}
+
+TEST(Rendezvous, APortInUseIsSaidOnEveryRank) {
+  const int fd = socket(AF_INET6, SOCK_STREAM, 0);
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_addr = in6addr_any;
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  ASSERT_EQ(listen(fd, 8), 0);
+  socklen_t length = sizeof address;
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  const std::string port = std::to_string(ntohs(address.sin6_port));
+  auto ranks = start_ranks("join", 2, {{"MASTER_PORT", port}, {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
+  EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
+  EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("127.0.0.1:" + port), HasSubstr("in use"), HasSubstr("MASTER_PORT")));
+  EXPECT_EQ(ranks[1].join(), 3) << ranks[1].output();
+  EXPECT_THAT(ranks[1].output(), AllOf(HasSubstr("127.0.0.1:" + port), HasSubstr("MASTER_PORT")));
+  close(fd);
+}
+
+TEST(Rendezvous, TwoProcessesOfOneRankAreRefused) {
+  auto ranks = start_ranks("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "20000"}});
+  ASSERT_TRUE(ranks[1].wait_for("READY")) << ranks[1].output();
+  auto again = start_ranks("join", 1);  // alone: fine
+  EXPECT_EQ(again[0].join(), 0) << again[0].output();
+}
+
+// Two network namespaces joined by a virtual cable; gone when this ends.
+class Cable {
+ public:
+  Cable() : a_("plumb-a-" + std::to_string(getpid())), b_("plumb-b-" + std::to_string(getpid())) {
+    works_ = run("ip netns add " + a_) && run("ip netns add " + b_) &&
+             run("ip link add plumb0 netns " + a_ + " type veth peer name plumb0 netns " + b_) &&
+             run("ip -n " + a_ + " addr add 10.77.0.1/24 dev plumb0") &&
+             run("ip -n " + b_ + " addr add 10.77.0.2/24 dev plumb0") && run("ip -n " + a_ + " link set plumb0 up") &&
+             run("ip -n " + b_ + " link set plumb0 up") && run("ip -n " + a_ + " link set lo up") &&
+             run("ip -n " + b_ + " link set lo up");
+  }
+  ~Cable() {
+    run("ip netns del " + a_);
+    run("ip netns del " + b_);
+  }
+  bool works() const { return works_; }
+  std::vector<std::string> inside(int end) const { return {"ip", "netns", "exec", end == 0 ? a_ : b_}; }
+
+ private:
+  static bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
+  std::string a_;
+  std::string b_;
+  bool works_ = false;
+};
+
+TEST(Gloo, CarriesEveryVerbOverTcpBetweenTwoHosts) {
+  if (geteuid() != 0) GTEST_SKIP() << "making network namespaces takes root";
+  Cable cable;
+  if (!cable.works()) GTEST_SKIP() << "this machine does not allow `ip netns` with a veth pair";
+  std::vector<Process> ranks;
+  for (int r = 0; r < 2; ++r) {
+    ranks.emplace_back("verbs",
+                       Variables{{"RANK", std::to_string(r)}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"},
+                                 {"MASTER_ADDR", "10.77.0.1"}, {"MASTER_PORT", "29500"}},
+                       cable.inside(r));
+  }
+  for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
+}
+
+}  // namespace
+}  // namespace plumb::testing

@@ -1,0 +1,141 @@
+// Starts, watches and ends the processes of a test.
+#include "world/support/processes.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <utility>
+
+extern char** environ;
+
+namespace plumb::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+std::vector<char*> pointers(std::vector<std::string>& words) {
+  std::vector<char*> result;
+  for (auto& word : words) result.push_back(word.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+// The role is played before GoogleTest's main, and instead of it.
+[[maybe_unused]] const bool in_role = [] {
+  if (const char* role = std::getenv("PLUMB_TEST_ROLE")) std::exit(play(role));
+  return false;
+}();
+
+}  // namespace
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+Process::Process(const std::string& role, const Variables& variables, const std::vector<std::string>& prefix) {
+  Variables all = variables;
+  all["PLUMB_TEST_ROLE"] = role;
+  all["OMP_NUM_THREADS"] = "1";
+  std::vector<std::string> environment;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text = *entry;
+    if (!all.count(text.substr(0, text.find('=')))) environment.push_back(text);
+  }
+  for (const auto& [name, value] : all) environment.push_back(name + "=" + value);
+  char program[4096] = {};
+  if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) std::abort();
+  std::vector<std::string> words = prefix;
+  words.push_back(program);
+  auto argv = pointers(words);
+  auto envp = pointers(environment);
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) std::abort();
+  pid_ = fork();
+  if (pid_ == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    dup2(ends[1], 1);
+    dup2(ends[1], 2);
+    environ = envp.data();
+    execvp(argv[0], argv.data());
+    _exit(127);
+  }
+  close(ends[1]);
+  pipe_ = ends[0];
+}
+
+Process::Process(Process&& other) noexcept
+    : pid_(std::exchange(other.pid_, -1)), pipe_(std::exchange(other.pipe_, -1)), output_(std::move(other.output_)) {}
+
+Process::~Process() {
+  if (pid_ > 0) {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  if (pipe_ >= 0) close(pipe_);
+}
+
+void Process::signal(int number) const { kill(pid_, number); }
+
+bool Process::read_some(milliseconds limit) {
+  pollfd entry{pipe_, POLLIN, 0};
+  if (pipe_ < 0 || poll(&entry, 1, static_cast<int>(limit.count())) <= 0) return pipe_ >= 0;
+  char buffer[4096];
+  const ssize_t count = read(pipe_, buffer, sizeof buffer);
+  if (count > 0) output_.append(buffer, count);
+  return count > 0;
+}
+
+bool Process::wait_for(const std::string& text, std::chrono::seconds limit) {
+  const auto end = Clock::now() + limit;
+  while (output_.find(text) == std::string::npos) {
+    if (Clock::now() > end || !read_some(milliseconds(50))) break;
+  }
+  return output_.find(text) != std::string::npos;
+}
+
+int Process::join(std::chrono::seconds limit) {
+  const auto end = Clock::now() + limit;
+  while (Clock::now() < end && read_some(milliseconds(50))) {
+  }
+  int status = 0;
+  for (;;) {
+    if (waitpid(pid_, &status, WNOHANG) == pid_) break;
+    if (Clock::now() > end) return -1000;
+    usleep(5000);
+  }
+  pid_ = -1;
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+std::vector<Process> start_ranks(const std::string& role, int size, const Variables& variables) {
+  std::vector<Process> ranks;
+  const std::string port = std::to_string(free_port());
+  for (int rank = 0; rank < size; ++rank) {
+    Variables mine{{"RANK", std::to_string(rank)},
+                   {"WORLD_SIZE", std::to_string(size)},
+                   {"LOCAL_RANK", std::to_string(rank)},
+                   {"MASTER_ADDR", "127.0.0.1"},
+                   {"MASTER_PORT", port}};
+    for (const auto& [name, value] : variables) mine[name] = value;
+    ranks.emplace_back(role, mine);
+  }
+  return ranks;
+}
+
+}  // namespace plumb::testing

@@ -1,0 +1,49 @@
+// Ranks as real processes: this test program again, in a role that the environment names.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace plumb::testing {
+
+using Variables = std::map<std::string, std::string>;
+
+// A port that was free a moment ago.
+int free_port();
+
+// One process in a role. Killed, with certainty, when this ends.
+class Process {
+ public:
+  // `prefix`: words before the program, such as `ip netns exec NAME`.
+  Process(const std::string& role, const Variables& variables, const std::vector<std::string>& prefix = {});
+  ~Process();
+  Process(Process&& other) noexcept;
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  void signal(int number) const;
+  // Until `text` stands in the output; false when the process ended, or the limit passed, without it.
+  bool wait_for(const std::string& text, std::chrono::seconds limit = std::chrono::seconds(20));
+  // Exit code, or minus the signal that ended it; -1000 when it still ran at the limit.
+  int join(std::chrono::seconds limit = std::chrono::seconds(30));
+  const std::string& output() const { return output_; }
+
+ private:
+  bool read_some(std::chrono::milliseconds limit);
+
+  pid_t pid_ = -1;
+  int pipe_ = -1;
+  std::string output_;
+};
+
+// `size` processes in one role, with RANK, WORLD_SIZE and a rendezvous on this machine.
+std::vector<Process> start_ranks(const std::string& role, int size, const Variables& variables = {});
+
+// The roles; in roles.cpp.
+int play(const std::string& role);
+
+}  // namespace plumb::testing

@@ -1,0 +1,184 @@
+// What the processes of the world tests do: each role is a small program.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "plumb/error.h"
+#include "plumb/world.h"
+#include "world/group.h"
+#include "world/support/processes.h"
+
+namespace plumb::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Failed {
+  std::string what;
+};
+
+void must(bool truth, const std::string& what) {
+  if (!truth) throw Failed{what};
+}
+
+WorldOptions options() {
+  WorldOptions result;
+  if (const char* timeout = std::getenv("PLUMB_TEST_TIMEOUT_MS")) {
+    result.timeout = std::chrono::milliseconds(std::atoi(timeout));
+  }
+  return result;
+}
+
+void verbs(const World& world) {
+  const int n = world.size();
+  const int me = world.rank();
+  const Where where{.detail = "verbs"};
+  Group group = data_group(world);
+  for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
+    at::Tensor tensor = at::full({50'001}, me + 1, dtype);
+    group.all_reduce(tensor).wait(where);
+    must(at::equal(tensor, at::full({50'001}, n * (n + 1) / 2, dtype)), std::string("all_reduce ") + c10::toString(dtype));
+
+    at::Tensor shard = at::empty({1001}, dtype);
+    group.reduce_scatter(shard, at::arange(n).repeat_interleave(1001).add(me).to(dtype)).wait(where);
+    must(at::equal(shard, at::full({1001}, n * me + n * (n - 1) / 2, dtype)), std::string("reduce_scatter ") + c10::toString(dtype));
+
+    at::Tensor full = at::empty({n * 77}, dtype);
+    group.all_gather(full, at::full({77}, me + 5, dtype)).wait(where);
+    must(at::equal(full, at::arange(n).add(5).repeat_interleave(77).to(dtype)), "all_gather");
+
+    at::Tensor scalar = at::full({}, me == n - 1 ? 3 : 0, dtype);
+    group.broadcast(scalar, n - 1).wait(where);
+    must(at::equal(scalar, at::full({}, 3, dtype)), "broadcast");
+  }
+  at::Tensor flags = at::full({3}, me == 0, at::kBool);
+  group.broadcast(flags, 0).wait(where);
+  must(flags.all().item<bool>(), "broadcast of bool");
+
+  // bf16 shards are summed in f32 and rounded once.
+  at::Tensor shard = at::empty({2}, at::kBFloat16);
+  group.reduce_scatter(shard, at::full({2 * n}, me == 0 ? 256.0 : 0.75, at::kBFloat16)).wait(where);
+  must(shard[0].item<float>() == at::full({}, 256.0 + 0.75 * (n - 1)).to(at::kBFloat16).item<float>(), "f32 sums");
+
+  std::vector<at::Tensor> tensors;
+  std::vector<Pending> pending;
+  for (int i = 0; i < 16; ++i) {
+    tensors.push_back(at::full({10'000 + i}, i + me * 1.0f));
+    pending.push_back(group.all_reduce(tensors.back()));
+  }
+  const std::vector<int64_t> mine{me, 42};
+  const auto all = exchange(world, mine, where);
+  for (int r = 0; r < n; ++r) must(all[r] == std::vector<int64_t>{r, 42}, "exchange");
+  const auto texts = exchange_text(world, std::string(me, 'x'), where);
+  for (int r = 0; r < n; ++r) must(texts[r] == std::string(r, 'x'), "exchange_text");
+  for (int i = 15; i >= 0; --i) {
+    pending[i].wait(where);
+    must(tensors[i][9'999].item<float>() == n * i + n * (n - 1) / 2, "asynchronous all_reduce");
+  }
+  world.barrier();
+}
+
+void reduce_for_ever(const World& world) {
+  at::Tensor tensor = at::ones({1 << 16});
+  for (int i = 0;; ++i) {
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = i, .pass = 1});
+    tensor.fill_(1);
+    if (i == 3) {
+      std::puts("READY");
+      std::fflush(stdout);
+    }
+  }
+}
+
+void bench(const World& world) {
+  const Where where;
+  auto measure = [&](const char* name, int times, const auto& act) {
+    std::vector<double> micros;
+    for (int i = 0; i < times; ++i) {
+      world.barrier();
+      const auto begin = Clock::now();
+      act();
+      micros.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+    }
+    std::sort(micros.begin(), micros.end());
+    if (world.rank() == 0) std::printf("%-24s median %.1f us, best %.1f us\n", name, micros[times / 2], micros[0]);
+  };
+  const std::vector<int64_t> mine{1, 2, 3, 4};
+  at::Tensor small = at::ones({16 << 10});
+  at::Tensor large = at::ones({1 << 20});
+  measure("exchange of 4 numbers", 1000, [&] { exchange(world, mine, where); });
+  measure("all_reduce of 64 KiB", 500, [&] { data_group(world).all_reduce(small).wait(where); });
+  measure("all_reduce of 4 MiB", 100, [&] { data_group(world).all_reduce(large).wait(where); });
+}
+
+void act(const std::string& role) {
+  const World world = World::join(options());
+  const int me = world.rank();
+  at::Tensor tensor = at::ones({64});
+  std::printf("JOINED as rank %d of %d\n", me, world.size());
+  std::fflush(stdout);
+  if (role == "verbs") verbs(world);
+  if (role == "bench") bench(world);
+  if (role == "reduce for ever") reduce_for_ever(world);
+  if (role == "two worlds") {
+    const World second = World::join(options());
+    verbs(world);
+    verbs(second);
+  }
+  if (role == "crossed") {
+    const int64_t mine = 1;
+    if (me == 1) exchange(world, {&mine, 1}, {.kind = Where::Kind::step, .step = 5, .pass = 1});
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 5, .pass = 2});
+  }
+  if (role == "rank 1 leaves" && me != 1) {
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
+  }
+  if (role == "rank 1 stays away") {
+    if (me == 1) {
+      std::puts("READY");
+      std::fflush(stdout);
+      for (;;) pause();
+    }
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
+  }
+  if (role == "rank 1 reports") {
+    if (me == 1) {
+      report_failure(world, Error(1, "parameter 'w' was delivered twice").what(), {});
+      throw Failed{"reported"};
+    }
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
+  }
+  if (role == "leave with work pending") {
+    if (me == 0) (void)data_group(world).all_reduce(tensor);
+    if (me == 1) usleep(300'000);
+  }
+}
+
+}  // namespace
+
+int play(const std::string& role) {
+  at::set_num_threads(1);
+  const auto begin = Clock::now();
+  int code = 0;
+  try {
+    act(role);
+    std::puts("DONE");
+  } catch (const Error& e) {
+    std::printf("ERROR %s\n", e.what());
+    code = 3;
+  } catch (const Failed& e) {
+    std::printf("FAILED %s\n", e.what.c_str());
+    code = 4;
+  } catch (const std::exception& e) {
+    std::printf("EXCEPTION %s\n", e.what());
+    code = 5;
+  }
+  std::printf("after %.1f s\n", std::chrono::duration<double>(Clock::now() - begin).count());
+  std::fflush(stdout);
+  return code;
+}
+
+}  // namespace plumb::testing
