@@ -1,4 +1,5 @@
 // The program: reads its words, and turns every error into one line and an exit code.
+#include <c10/util/Logging.h>
 #include <torch/torch.h>
 
 #include <unistd.h>
@@ -17,6 +18,7 @@
 #include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "world/group.h"
 
 namespace plumb::cli {
 
@@ -131,7 +133,14 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   // that wait for us, and the operating system closes the sockets in any case.
   const int code = guarded([&] {
     World world = World::join(world_options(s));
-    const int result = guarded([&] { return train(world, s, *task); });
+    const int result = guarded([&] {
+      try {
+        return train(world, s, *task);
+      } catch (const std::exception& error) {
+        report_failure(world, error.what(), {});  // the others need not wait for the time-out
+        throw;
+      }
+    });
     if (result == 1 || result == 2) std::_Exit(result);
     return result;
   });
@@ -165,5 +174,8 @@ int run(int argc, char** argv) {
 }  // namespace plumb::cli
 
 int main(int argc, char** argv) {
+  // libtorch logs, with stack traces, what our errors say in one line. Who wants both sets the variable.
+  setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0);
+  c10::initLogging();
   return plumb::cli::guarded([&] { return plumb::cli::run(argc, argv); });
 }
