@@ -1,15 +1,17 @@
 // How a rank joins: finds out who it is, meets the others at the store, and makes the groups.
 #include <arpa/inet.h>
 #include <netdb.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
+#include <cstdlib>
 #include <future>
 #include <thread>
 
@@ -70,6 +72,34 @@ std::string choose_address(c10d::Store& store, const Place& place) {
   return mine;
 }
 
+// c10d logs each failed attempt and lost connection, with a stack; our errors say it once, in words. `level`: the least
+// that is still logged, 2 for errors and 3 for none.
+void hush_c10d(int level) {
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = level;
+}
+
+// Whether anybody takes connections there.
+bool listens(const std::string& host, int port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
+  bool accepted = false;
+  for (const addrinfo* info = found; info && !accepted; info = info->ai_next) {
+    const int fd = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK, 0);
+    if (fd < 0) continue;
+    pollfd entry{fd, POLLOUT, 0};
+    int failure = 0;
+    socklen_t length = sizeof failure;
+    accepted = connect(fd, info->ai_addr, info->ai_addrlen) == 0 ||
+               (errno == EINPROGRESS && poll(&entry, 1, 1'000) == 1 &&
+                getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length) == 0 && failure == 0);
+    close(fd);
+  }
+  freeaddrinfo(found);
+  return accepted;
+}
+
 c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds limit) {
   const bool serves = place.rank == 0 && !place.store_is_hosted;
   const std::string at = place.host + ":" + std::to_string(place.port);
@@ -87,7 +117,11 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds l
       [host = place.host, options]() -> Result { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   std::future<Result> result = task.get_future();
   std::thread(std::move(task)).detach();
-  if (result.wait_for(limit + milliseconds(2'000)) != std::future_status::ready) {
+  const std::string unreachable =
+      "cannot reach rank 0 at " + at + " within " + std::to_string(limit.count() / 1000.0).substr(0, 4) +
+      " s; see whether rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and port on every rank";
+  if (result.wait_for(limit + milliseconds(1'000)) != std::future_status::ready) {
+    if (!listens(place.host, place.port)) throw Error(place.rank, unreachable);
     throw Error(place.rank, at + " answers, but not as plumb's rank 0 does; another program listens there: set "
                                  "MASTER_PORT to a free port on every rank");
   }
@@ -100,9 +134,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds l
                                   ": the port is in use; set MASTER_PORT to a free port on every rank [" + why + "]");
     }
     if (serves) throw Error(place.rank, "cannot serve the rendezvous at " + at + " [" + why + "]");
-    throw Error(place.rank, "cannot reach rank 0 at " + at + " within " + std::to_string(limit.count() / 1000.0).substr(0, 4) +
-                                " s; see whether rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and "
-                                "port on every rank [" + why + "]");
+    throw Error(place.rank, unreachable + " [" + why + "]");
   }
 }
 
@@ -141,9 +173,11 @@ World World::join(const WorldOptions& options) {
   impl->backend = choose_backend(options, place.rank);
   if (place.size == 1) return World(std::move(impl));
 
+  hush_c10d(3);
   const milliseconds limit = std::min(options.timeout, rendezvous_limit);
   const std::string prefix = "plumb/" + place.attempt + "/" + std::to_string(joins++);
   impl->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(place, limit));
+  hush_c10d(2);
   auto counters = std::make_shared<Counters>();
   const bool hosts = place.rank == 0 && !place.store_is_hosted;
   try {

@@ -36,7 +36,7 @@ struct Report {
   int64_t beat = 0;                   // renewed while the process lives
   std::array<int64_t, 2> issued{};    // as in Counters
   int64_t wait = 0;                   // which wait of this rank; two reports of one wait carry one number
-  Ticket ticket;                      // waiting: for what
+  Ticket ticket;                      // waiting, or failed in a wait: for what
   Where where;                        // waiting, failed: in which place
   int origin = -1;                    // failed: the rank where it began
   std::string message;                // failed: what() of it

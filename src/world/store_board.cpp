@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds beat{500};
 constexpr milliseconds farewell{1'000};  // for the last word to be sent
-constexpr milliseconds linger{3'000};    // of the store's host, for the others to read the last words
+constexpr milliseconds linger{2'000};    // of the store's host, for the others to read the last words
 constexpr milliseconds deaf{2'500};      // a rank that has not beaten this long is not waited for
 
 std::string key_of(int rank) { return "report/" + std::to_string(rank); }

@@ -30,7 +30,8 @@ std::string text_of(const std::exception_ptr& thrown) {
     std::rethrow_exception(thrown);
   } catch (const std::exception& e) {
     const std::string what = e.what();
-    return what.substr(0, what.find('\n'));
+    // Up to libtorch's stack, and to gloo's guess at a cause, which is ours to tell.
+    return what.substr(0, std::min(what.find('\n'), what.find(". This is typically")));
   } catch (...) {
     return "an unknown exception";
   }
@@ -130,6 +131,12 @@ void Watch::wait(c10d::Work& work, const Where& where, Ticket ticket) {
   }
 }
 
+bool Watch::awaits_us(const Report& report) const {
+  const bool waits = report.state == Report::State::waiting || report.state == Report::State::failed;
+  return waits && report.ticket.number > 0 && waiting_.load() == 1 &&
+         (*counters_)[report.ticket.group].load() < report.ticket.number;
+}
+
 // A deadlock is certain, not guessed: the other rank waits for a collective that we have not issued, we wait for one
 // that it has not issued, and a look later both still do.
 void Watch::look(Vigil& vigil) {
@@ -149,18 +156,21 @@ void Watch::look(Vigil& vigil) {
     if (r == rank_) continue;
     const Report& report = (*heard)[r].report;
     Vigil::Seen& seen = vigil.seen[r];
-    if (report.state == Report::State::failed) follow(r, report, vigil.where);
     const bool absent = report.issued[vigil.ticket.group] < vigil.ticket.number;
+    const bool cross = absent && awaits_us(report);
+    if (report.state == Report::State::failed) {
+      // It gave up a wait that crosses ours: say so from this side.
+      if (cross) raise(crossed(vigil.where, r, report.where), vigil.where, vigil.ticket);
+      follow(r, report, vigil.where);
+    }
     if (report.state == Report::State::left && absent) {
       if (seen.left) raise("waits in " + describe(vigil.where) + " for rank " + std::to_string(r) +
                            ", which has left the world; every rank must take the same steps before its program ends",
                            vigil.where);
       seen.left = true;
     }
-    const bool awaits_us = report.state == Report::State::waiting && waiting_.load() == 1 &&
-                           (*counters_)[report.ticket.group].load() < report.ticket.number;
-    if (absent && awaits_us) {
-      if (seen.crossed_wait == report.wait) raise(crossed(vigil.where, r, report.where), vigil.where);
+    if (cross) {
+      if (seen.crossed_wait == report.wait) raise(crossed(vigil.where, r, report.where), vigil.where, vigil.ticket);
       seen.crossed_wait = report.wait;
     } else {
       seen.crossed_wait = -1;
@@ -196,7 +206,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
       if (Clock::now() - changed < silence) continue;
       gone += (gone.empty() ? "" : "; ");
       gone += "rank " + std::to_string(r) + " is gone: its process was killed, crashed or hangs (last heard of " +
-              seconds(Clock::now() - changed) + " ago, when it " + describe(report) + ")";
+              seconds(Clock::now() - changed) + " ago)";
     }
     if (!gone.empty()) raise(gone + "; this rank was in " + describe(where) + " [" + text + "]", where);
     std::this_thread::sleep_for(evidence_pause);
@@ -245,13 +255,13 @@ void Watch::follow(int other, const Report& report, const Where& where) {
   throw error;
 }
 
-void Watch::raise(const std::string& message, const Where& where) {
+void Watch::raise(const std::string& message, const Where& where, Ticket ticket) {
   const Error error(rank_, message);
-  fail(error.what(), rank_, where);
+  fail(error.what(), rank_, where, ticket);
   throw error;
 }
 
-void Watch::fail(const std::string& what, int origin, const Where& where) {
+void Watch::fail(const std::string& what, int origin, const Where& where, Ticket ticket) {
   {
     std::lock_guard lock(mutex_);
     if (failed_.load()) return;
@@ -261,6 +271,7 @@ void Watch::fail(const std::string& what, int origin, const Where& where) {
   if (!board_) return;
   Report report;
   report.state = Report::State::failed;
+  report.ticket = ticket;
   report.where = where;
   report.origin = origin;
   report.message = what;

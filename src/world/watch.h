@@ -39,7 +39,7 @@ class Watch {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   // Tells the other ranks that this one fails with `what`, which began at rank `origin`. The first call counts.
-  void fail(const std::string& what, int origin, const Where& where);
+  void fail(const std::string& what, int origin, const Where& where, Ticket ticket = {});
 
   // Turns what a backend threw into an Error that names the rank at fault if it can be found out.
   [[noreturn]] void explain(const std::exception_ptr& thrown, const Where& where, Ticket ticket);
@@ -50,7 +50,8 @@ class Watch {
  private:
   struct Vigil;
   void look(Vigil& vigil);
-  [[noreturn]] void raise(const std::string& message, const Where& where);
+  bool awaits_us(const Report& report) const;
+  [[noreturn]] void raise(const std::string& message, const Where& where, Ticket ticket = {});
   [[noreturn]] void follow(int other, const Report& report, const Where& where);
   [[noreturn]] void time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause);
   [[noreturn]] void rethrow() const;

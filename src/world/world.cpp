@@ -1,6 +1,8 @@
 // World: a value over what its ranks share.
 #include "plumb/world.h"
 
+#include <exception>
+
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -18,6 +20,9 @@ void World::barrier() const { control_group(*this).barrier().wait(Where{.detail 
 // The others learn that this rank left before its connections go.
 World::Impl::~Impl() {
   try {
+    if (watch && std::uncaught_exceptions() > 0) {
+      watch->fail(Error(rank, "its program was ended by an exception").what(), rank, {});
+    }
     if (watch) watch->leave();
   } catch (...) {  // nobody is left to tell
   }

@@ -144,6 +144,10 @@ void act(const std::string& role) {
     }
     data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
   }
+  if (role == "rank 1 throws") {
+    if (me == 1) throw Failed{"the loader found no file"};
+    data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
+  }
   if (role == "rank 1 reports") {
     if (me == 1) {
       report_failure(world, Error(1, "parameter 'w' was delivered twice").what(), {});
