@@ -193,8 +193,9 @@ function chart(box, lines, o) {
 }
 )html"
                               R"html(
-// Exponential moving average that starts unbiased.
-const smooth = (y, k) => { let m = 0, w = 0; return y.map(v => { if (v === null) return null; m = k * m + (1 - k) * v; w = k * w + 1 - k; return m / w; }); };
+// Exponential moving averages from both ends, so that the line lags behind neither.
+const smooth = (y, k) => { const a = average(y, k), b = average(y.slice().reverse(), k).reverse(); return y.map((v, i) => v === null ? null : (a[i] + b[i]) / 2); };
+const average = (y, k) => { let m = 0, w = 0; return y.map(v => { if (v === null) return null; m = k * m + (1 - k) * v; w = k * w + 1 - k; return m / w; }); };
 const keep = y => Math.max(0, Math.min(.9, 1 - 12 / y.length));
 const draws = [], measured = c.accuracy.length > 1;
 const later = f => { draws.push(f); f(); };
