@@ -34,9 +34,10 @@ get_filename_component(supp ${supp} ABSOLUTE)
 if(PLUMB_SANITIZE STREQUAL "address")
   # vptr needs type information that libtorch's hidden classes do not export.
   set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined)
-  # Containers cross between our instrumented code and libtorch's plain code, so their annotations cannot be trusted.
+  # Containers cross between our instrumented code and libtorch's plain code, so their annotations cannot be trusted;
+  # CUDA maps memory where the shadow has its gap.
   set(PLUMB_SANITIZE_ENVIRONMENT
-    "ASAN_OPTIONS=detect_container_overflow=0:detect_stack_use_after_return=1:strict_init_order=1:suppressions=${supp}/asan.supp"
+    "ASAN_OPTIONS=detect_container_overflow=0:protect_shadow_gap=0:detect_stack_use_after_return=1:strict_init_order=1:suppressions=${supp}/asan.supp"
     "LSAN_OPTIONS=suppressions=${supp}/lsan.supp:print_suppressions=0"
     "UBSAN_OPTIONS=print_stacktrace=1:suppressions=${supp}/ubsan.supp")
 elseif(PLUMB_SANITIZE STREQUAL "thread")
