@@ -1,6 +1,7 @@
 // Kernels of the simulated device that are not the CPU's, and the registration of all of them.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -71,6 +72,15 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad, cons
   return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
 }
 
+// The attention kernel that the CPU would choose; its name ends in _for_cpu, and the boxed road takes it.
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                         double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  std::optional<Tensor> mask_alias;
+  if (mask && mask->defined()) mask_alias = cpu_alias(*mask);
+  return at::_fused_sdp_choice(cpu_alias(query), cpu_alias(key), cpu_alias(value), mask_alias, dropout, causal, scale,
+                               grouped);
+}
+
 // Operations that have both a kernel for the CPU and one composed of others would run the composed one here, with other
 // bits than the CPU's.
 void redirect_composites(torch::Library& library) {
@@ -116,6 +126,7 @@ void register_kernels() {
   aten.impl("convolution_overrideable", &convolution);
   aten.impl("convolution_backward_overrideable", &convolution_backward);
   redirect_composites(aten);
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
   // Aliases carry the conjugate and negative bits; resolving them here would copy, which asks to resolve them, for ever.
   static Library conjugate(Library::IMPL, "aten", c10::DispatchKey::Conjugate, __FILE__, __LINE__);
   conjugate.impl("_copy_from", torch::CppFunction::makeFallthrough());

@@ -78,13 +78,19 @@ class Draw {
   at::Tensor state_;
 };
 
+struct Output {
+  size_t argument;
+  at::Tensor alias;
+  std::vector<int64_t> sizes, strides;
+};
+
 struct Call {
   c10::OperatorHandle operation;
   OperationFacts* facts;
   Draw draw;
-  Stack arguments;                                      // over CPU aliases
-  std::vector<std::pair<size_t, at::Tensor>> outputs;   // out= arguments that are nothing else
-  std::vector<at::Tensor> results;                      // aliases of the new tensors, undefined for the others
+  Stack arguments;                  // over CPU aliases
+  std::vector<Output> outputs;      // out= arguments that are nothing else
+  std::vector<at::Tensor> results;  // aliases of the new tensors, undefined for the others
 };
 
 // Some CPU kernels resize their out= as scratch, which an alias refuses: those get a temporary from then on.
@@ -93,25 +99,29 @@ void run_with_outputs(const Call& call, Stack& stack) {
   if (!call.facts->scratches_output) {
     try {
       call.draw.run(call.operation, stack);
-      const bool kept = std::all_of(call.outputs.begin(), call.outputs.end(), [&](const auto& output) {
-        return arguments[output.first].toTensor().sizes() == output.second.sizes();
+      const bool kept = std::all_of(call.outputs.begin(), call.outputs.end(), [](const Output& output) {
+        return output.alias.sizes() == at::IntArrayRef(output.sizes);
       });
       if (kept) return;
     } catch (const std::exception&) {
       if (call.outputs.empty()) throw;
     }
     stack = arguments;
+    for (const Output& output : call.outputs) {
+      output.alias.unsafeGetTensorImpl()->set_sizes_and_strides(output.sizes, output.strides);
+    }
   }
   std::vector<at::Tensor> temporaries;
-  for (const auto& [index, alias] : call.outputs) {
-    temporaries.push_back(alias.dim() ? at::empty_strided(alias.sizes(), alias.strides(), alias.options())
-                                      : at::empty({0}, alias.options()));
-    stack[index] = temporaries.back();
+  for (const Output& output : call.outputs) {
+    temporaries.push_back(output.sizes.empty()
+                              ? at::empty({0}, output.alias.options())
+                              : at::empty_strided(output.sizes, output.strides, output.alias.options()));
+    stack[output.argument] = temporaries.back();
   }
   call.draw.run(call.operation, stack);
   call.facts->scratches_output = true;
   for (size_t i = 0; i < temporaries.size(); ++i) {
-    const at::Tensor& alias = call.outputs[i].second;
+    const at::Tensor& alias = call.outputs[i].alias;
     TORCH_CHECK(temporaries[i].sizes() == alias.sizes(), "out= has sizes ", alias.sizes(), "; the result has ",
                 temporaries[i].sizes());
     copy_values(alias, temporaries[i]);
@@ -194,7 +204,9 @@ void boxed_kernel(const c10::OperatorHandle& operation, Stack* stack) {
       const auto known = std::find_if(aliases.begin(), aliases.end(), [&](auto& pair) { return pair.first == impl; });
       if (known != aliases.end()) return known->second;
       aliases.emplace_back(impl, cpu_alias(tensor));
-      if (facts.output[i] && arguments[i].isTensor()) call.outputs.emplace_back(i, aliases.back().second);
+      if (facts.output[i] && arguments[i].isTensor()) {
+        call.outputs.push_back({i, aliases.back().second, tensor.sizes().vec(), tensor.strides().vec()});
+      }
       return aliases.back().second;
     }));
   }
