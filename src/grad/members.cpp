@@ -33,8 +33,9 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
 Reducer::Reducer(World world, const NamedTensors& parameters, const Options& options)
     : world_(std::move(world)),
       options_(options),
-      data_(new_data_group(world_)),
-      control_(new_control_group(world_)),
+      groups_(new_groups(world_)),
+      data_(groups_.data),
+      control_(groups_.control),
       ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
       candidates_(parameters),
       sink_of_(parameters.size(), -1) {}

@@ -87,8 +87,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
   World world_;
   Options options_;
-  Group data_;
-  Group control_;
+  Groups groups_;
+  Group& data_;
+  Group& control_;
   Ledger ledger_;
   NamedTensors candidates_;        // everything that could be trained
   std::vector<int> sink_of_;       // by candidate; -1 while it has never required a gradient

@@ -12,15 +12,27 @@ namespace plumb {
 Group data_group(const World& world) { return Group(world.impl().data); }
 Group control_group(const World& world) { return Group(world.impl().control); }
 
+Groups new_groups(const World& world) {
+  World::Impl& impl = world.impl();
+  const int number = impl.engines++;
+  if (number == 0 || !impl.another) return {Group(impl.data), Group(impl.control)};
+  const World::Impl::Pair pair = impl.another(number);
+  return {Group(pair.data), Group(pair.control)};
+}
+
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where) {
-  const int size = world.size();
+  return control_group(world).exchange(mine, where);
+}
+
+std::vector<std::vector<int64_t>> Group::exchange(std::span<const int64_t> mine, const Where& where) {
+  const int size = this->size();
   if (size == 1) return {{mine.begin(), mine.end()}};
   const int64_t length = static_cast<int64_t>(mine.size());
   if (length == 0) return std::vector<std::vector<int64_t>>(size);
   at::Tensor shard = at::empty({length}, at::kLong);
   std::copy(mine.begin(), mine.end(), shard.data_ptr<int64_t>());
   at::Tensor full = at::empty({length * size}, at::kLong);
-  control_group(world).all_gather(full, shard).wait(where);
+  all_gather(full, shard).wait(where);
   std::vector<std::vector<int64_t>> all;
   const int64_t* values = full.data_ptr<int64_t>();
   for (int r = 0; r < size; ++r) all.emplace_back(values + r * length, values + (r + 1) * length);

@@ -85,10 +85,13 @@ class Group {
 Group data_group(const World& world);
 Group control_group(const World& world);
 
-// Fresh groups over the same ranks, so that the collectives of two engines never mix. Collective: every rank calls them
-// in the same order. (Added by the lead: each engine owns one of each; data and control must be separate backends.)
-Group new_data_group(const World& world);
-Group new_control_group(const World& world);
+// Groups over the same ranks for one engine alone, so that the collectives of two engines never mix. Collective: every
+// rank asks in the same order.
+struct Groups {
+  Group data;
+  Group control;
+};
+Groups new_groups(const World& world);
 
 // Everybody's `mine` (the same length everywhere) in rank order. One small message over `control`.
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where);

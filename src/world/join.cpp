@@ -187,14 +187,19 @@ World World::join(const WorldOptions& options) {
     }
     impl->watch = std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
                                           make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
-    const bool nccl = impl->backend == "nccl";
-    auto gloo = make_gloo(impl->store, place.rank, place.size, options.timeout, choose_address(*impl->store, place),
-                          nccl ? 1 : 2);
-    impl->control = make_group(gloo[0], impl->watch, control_index);
-    impl->data = make_group(nccl ? make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", impl->store), place.rank,
-                                             place.size, place.local_rank, options.timeout)
-                                 : gloo[1],
-                            impl->watch, data_index);
+    const std::string address = choose_address(*impl->store, place);
+    impl->another = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
+                     store = impl->store](int number) {
+      const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
+      const auto gloo = make_gloo(keys, place.rank, place.size, timeout, address, nccl ? 1 : 2);
+      const auto data = nccl ? make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size,
+                                         place.local_rank, timeout)
+                             : gloo[1];
+      return Impl::Pair{make_group(data, watch, data_index), make_group(gloo[0], watch, control_index)};
+    };
+    const Impl::Pair own = impl->another(0);
+    impl->data = own.data;
+    impl->control = own.control;
   } catch (const Error& e) {
     if (impl->watch) impl->watch->fail(e.what(), place.rank, {});
     throw;

@@ -1,5 +1,7 @@
 // Ranks as threads of this process, over the `local` backend.
 #include <exception>
+#include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -11,6 +13,38 @@ namespace {
 
 // Short, since looking costs nothing here, and tests of waiting ranks should not wait long.
 constexpr std::chrono::milliseconds slice{50};
+
+// The hubs of all groups of one world, made when the first rank asks for them.
+class Hubs {
+ public:
+  Hubs(int ranks, std::chrono::milliseconds timeout) : ranks_(ranks), timeout_(timeout) {}
+
+  std::shared_ptr<LocalHub> at(int number) {
+    std::lock_guard lock(mutex_);
+    while (static_cast<int>(hubs_.size()) <= number) {
+      const auto hub = hubs_.emplace_back(std::make_shared<LocalHub>(ranks_, timeout_));
+      for (const auto& deed : deeds_) deed(*hub);  // a rank that left before the hub was made has left it too
+    }
+    return hubs_[number];
+  }
+
+  void each(const std::function<void(LocalHub&)>& deed) {
+    std::vector<std::shared_ptr<LocalHub>> all;
+    {
+      std::lock_guard lock(mutex_);
+      deeds_.push_back(deed);
+      all = hubs_;
+    }
+    for (const auto& hub : all) deed(*hub);
+  }
+
+ private:
+  const int ranks_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<LocalHub>> hubs_;
+  std::vector<std::function<void(LocalHub&)>> deeds_;
+};
 
 bool is_consequence(const std::exception_ptr& thrown) {
   try {
@@ -46,8 +80,7 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     return;
   }
   const auto hall = make_hall(ranks);
-  const auto data = std::make_shared<LocalHub>(ranks, options.timeout);
-  const auto control = std::make_shared<LocalHub>(ranks, options.timeout);
+  const auto hubs = std::make_shared<Hubs>(ranks, options.timeout);
   std::vector<World> worlds;
   for (int rank = 0; rank < ranks; ++rank) {
     auto impl = std::make_shared<World::Impl>();
@@ -57,8 +90,13 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     auto counters = std::make_shared<Counters>();
     impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters,
                                           make_hall_board(hall, rank, counters));
-    impl->data = make_group(make_local_backend(data, rank), impl->watch, data_index);
-    impl->control = make_group(make_local_backend(control, rank), impl->watch, control_index);
+    impl->another = [hubs, rank, watch = impl->watch](int number) {
+      return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
+                               make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};
+    };
+    const World::Impl::Pair own = impl->another(0);
+    impl->data = own.data;
+    impl->control = own.control;
     worlds.emplace_back(std::move(impl));
   }
 
@@ -70,14 +108,12 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
       try {
         body(std::move(world));
         watch->leave();
-        data->leave(rank);
-        control->leave(rank);
+        hubs->each([rank](LocalHub& hub) { hub.leave(rank); });
       } catch (...) {
         thrown[rank] = std::current_exception();
         const std::string text = text_of(thrown[rank]);
         watch->fail(text, rank, {});
-        data->fail(rank, text);
-        control->fail(rank, text);
+        hubs->each([rank, text](LocalHub& hub) { hub.fail(rank, text); });
       }
     });
   }

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,6 +36,11 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
                                         int index);
 
 struct World::Impl {
+  struct Pair {
+    std::shared_ptr<Group::Impl> data;
+    std::shared_ptr<Group::Impl> control;
+  };
+
   int rank = 0;
   int size = 1;
   int local_rank = 0;
@@ -44,6 +50,9 @@ struct World::Impl {
   std::shared_ptr<Watch> watch;  // null: one rank
   std::shared_ptr<Group::Impl> data = std::make_shared<Group::Impl>();
   std::shared_ptr<Group::Impl> control = data;
+  // Makes another pair of groups, the `number`th; null: the world's own serve every engine.
+  std::function<Pair(int number)> another;
+  int engines = 0;  // that asked for groups so far
 
   Impl() = default;
   Impl(const Impl&) = delete;

@@ -1,0 +1,41 @@
+// Every scenario on every strategy at world sizes 1 to 4, against the one-process reference.
+#include <gtest/gtest.h>
+
+#include "scenarios/support/corpus.h"
+
+namespace plumb::scenarios {
+namespace {
+
+using Case = std::tuple<size_t, std::string, int>;  // scenario, strategy, ranks
+
+class Corpus : public testing::TestWithParam<Case> {};
+
+TEST_P(Corpus, EqualsTheReference) {
+  const auto& [index, strategy, ranks] = GetParam();
+  const Scenario& scenario = corpus()[index];
+  const Outcome expected = play_reference(scenario, ranks);
+  for (int of : {0, ranks - 1}) {
+    const Outcome found = play_engine(scenario, ranks, strategy, of);
+    EXPECT_EQ(difference(expected, found, scenario.tolerance), "")
+        << scenario.id << " " << scenario.name << ", " << strategy << ", rank " << of << " of " << ranks;
+    if (ranks == 1) break;
+  }
+}
+
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names;
+  for (const Strategy& row : strategies()) names.push_back(row.name);
+  return names;
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, Corpus,
+                         testing::Combine(testing::Range<size_t>(0, corpus().size()),
+                                          testing::ValuesIn(strategy_names()), testing::Values(1, 2, 3, 4)),
+                         [](const testing::TestParamInfo<Case>& info) {
+                           const Scenario& scenario = corpus()[std::get<0>(info.param)];
+                           return scenario.id + "_" + scenario.name + "_" + std::get<1>(info.param) + "_" +
+                                  std::to_string(std::get<2>(info.param));
+                         });
+
+}  // namespace
+}  // namespace plumb::scenarios

@@ -1,0 +1,227 @@
+// Graphs: rows G1 to G11.
+#include "scenarios/support/corpus.h"
+#include "scenarios/support/models.h"
+
+namespace plumb::scenarios {
+namespace {
+
+Scenario on_net(std::string id, std::string name, Program program) {
+  Scenario scenario{std::move(id), std::move(name), [] { return std::make_shared<Net>(); }, std::move(program)};
+  scenario.options.bucket_bytes = 300;
+  scenario.options.first_bucket_bytes = 100;
+  return scenario;
+}
+
+// The program for three steps, zeroing after each.
+Program three_steps(std::function<void(Stage&, Net&, const at::Tensor&)> body) {
+  return [body = std::move(body)](Stage& stage) {
+    for (int step = 0; step < 3; ++step) {
+      body(stage, stage.as<Net>(), stage.input({4, 6}, step));
+      stage.step();
+      stage.zero_grad();
+    }
+  };
+}
+
+}  // namespace
+
+std::vector<Scenario> graph_scenarios() {
+  std::vector<Scenario> all;
+  auto add = [&](const char* id, const char* name, std::function<void(Stage&, Net&, const at::Tensor&)> body) {
+    all.push_back(on_net(id, name, three_steps(std::move(body))));
+  };
+
+  add("G1", "TheSameLossTwiceOverARetainedGraph", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = stage.share(net.loss(x));
+    loss.backward({}, true);
+    loss.backward();
+  });
+  add("G1", "TwoLossesOverOneRetainedForward", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto h = net.trunk(x);
+    auto left = stage.share(net.left->forward(h).pow(2).mean());
+    auto right = stage.share(net.right->forward(h).pow(2).mean());
+    left.backward({}, true);
+    right.backward();
+  });
+  add("G1", "TwoLossesOverOneRetainedForwardZeroingBetween", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto h = net.trunk(x);
+    auto left = stage.share(net.left->forward(h).pow(2).mean());
+    auto right = stage.share(net.right->forward(h).pow(2).mean());
+    left.backward({}, true);
+    stage.zero_grad();
+    right.backward({}, true);
+    left.backward();
+  });
+  add("G1", "AStepBetweenTwoLossesOfOneGraphRaisesAsInPlainTorch", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = stage.share(net.loss(x));
+    loss.backward({}, true);
+    stage.step();
+    bool raised = false;
+    try {
+      loss.backward();
+    } catch (const c10::Error&) {
+      raised = true;
+    } catch (const Error&) {
+      raised = true;
+    }
+    if (!raised) throw std::runtime_error("a backward over changed parameters went through");
+    stage.zero_grad();
+    stage.share(net.loss(x)).backward();
+  });
+  add("G2", "OneBackwardOfTwoRoots", [](Stage& stage, Net& net, const at::Tensor& x) {
+    torch::autograd::backward({stage.share(net.loss_left(x)), stage.share(net.loss_right(x))});
+  });
+  add("G2", "BackwardWithNamedInputs", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = stage.share(net.loss(x));
+    loss.backward({}, true, false, std::vector<at::Tensor>{net.left->weight, net.body->bias});
+    loss.backward({}, false, false, std::vector<at::Tensor>{net.middle->weight});
+  });
+  add("G2", "ABackwardEnteredInTheMiddle", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto h = net.trunk(x);
+    const auto y = net.left->forward(h);
+    h.backward(stage.share(at::ones_like(h)), true);
+    stage.share(y.pow(2).mean()).backward();
+  });
+  add("G3", "AutogradGradLeavesEverythingAlone", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = stage.share(net.loss(x));
+    torch::autograd::grad({loss}, {net.left->weight, net.body->weight}, {}, true);
+    loss.backward({}, true);
+    torch::autograd::grad({loss}, {net.middle->weight}, {}, true);
+    torch::autograd::grad({net.loss_right(x)}, net.right->parameters());
+  });
+  add("G4", "GradientPenaltyOnTheInput", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto input = x.clone().requires_grad_();
+    auto loss = net.loss(input);
+    auto gradient = torch::autograd::grad({loss}, {input}, {}, true, true)[0];
+    stage.share(loss + gradient.pow(2).sum()).backward();
+  });
+  add("G4", "GradientPenaltyOnAWeight", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = net.loss(x);
+    auto gradient = torch::autograd::grad({loss}, {net.middle->weight}, {}, true, true)[0];
+    stage.share(loss + gradient.pow(2).sum()).backward();
+  });
+  add("G4", "BackwardThatCreatesAGraph", [](Stage& stage, Net& net, const at::Tensor& x) {
+    stage.share(net.loss(x)).backward({}, true, true);
+    stage.share(net.loss_right(x)).backward();
+  });
+  add("G5", "ReentrantCheckpointsAndAWeightInSeveral", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const Checkpoint::Body middle = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const auto h = torch::tanh(net.body->forward(x));
+    const auto y = checkpoint(middle, checkpoint(middle, h));
+    stage.share((net.left->forward(y) + net.left->forward(middle(h))).pow(2).mean()).backward();
+  });
+  add("G5", "ACheckpointInsideACheckpoint", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const Checkpoint::Body inner = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const Checkpoint::Body outer = [&](const at::Tensor& h) { return checkpoint(inner, checkpoint(inner, h) + h); };
+    const auto h = torch::tanh(net.body->forward(x));
+    stage.share(net.left->forward(checkpoint(outer, h)).pow(2).mean()).backward();
+  });
+  add("G5", "ABackwardInsideAHook", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto h = net.trunk(x);
+    const auto side = stage.share(net.loss_spare(x));
+    h.register_hook([side](const at::Tensor& gradient) {
+      side.backward({}, true);
+      return gradient;
+    });
+    stage.share(net.left->forward(h).pow(2).mean()).backward();
+  });
+  add("G6", "AModuleCalledTwice", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto h = torch::tanh(net.body->forward(x));
+    for (int i = 0; i < 3; ++i) h = torch::tanh(net.middle->forward(h));
+    stage.share(net.left->forward(h).pow(2).mean()).backward();
+  });
+  add("G7", "ParametersUnusedEverywhereInSomeBackwards", [](Stage& stage, Net& net, const at::Tensor& x) {
+    stage.share(net.loss_left(x)).backward();
+    stage.share(net.loss_left(x)).backward();
+  });
+  add("G7", "ParametersUsedOnTheLastRankOnly", [](Stage& stage, Net& net, const at::Tensor& x) {
+    stage.share(stage.rank == stage.size - 1 ? net.loss_spare(x) : net.loss_left(x)).backward();
+  });
+  add("G7", "EveryRankUsesAnotherPart", [](Stage& stage, Net& net, const at::Tensor& x) {
+    for (int micro = 0; micro < 3; ++micro) {
+      const int part = (stage.rank + micro) % 3;
+      stage.share(part == 0 ? net.loss_left(x) : part == 1 ? net.loss_right(x) : net.loss_spare(x)).backward();
+    }
+  });
+  add("G7", "AnOutputThatNobodyUses", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto h = net.trunk(x);
+    auto dead = net.spare->forward(h);
+    stage.share(net.left->forward(h).pow(2).mean()).backward();
+  });
+  add("G8", "ARankWithNothingToContributeCallsTheEnginesBackward", [](Stage& stage, Net& net, const at::Tensor& x) {
+    stage.backward(stage.rank == 0 && stage.size > 1 ? at::Tensor() : stage.share(net.loss(x)));
+    stage.backward(stage.rank == 0 ? stage.share(net.loss_spare(x)) : stage.input({}).abs());
+  });
+  add("G9", "AnExceptionInBackwardThenARetry", [](Stage& stage, Net& net, const at::Tensor& x) {
+    bool thrown = false;
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto h = net.trunk(x);
+      if (attempt == 0) h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      try {
+        stage.share(net.left->forward(h).pow(2).mean()).backward();
+      } catch (const std::runtime_error&) {
+        thrown = true;
+      }
+      if (attempt == 0) stage.zero_grad();
+    }
+    if (!thrown) throw std::logic_error("the planned exception did not come");
+  });
+  add("G9", "AnExceptionInBackwardKeepingThePartialGradients", [](Stage& stage, Net& net, const at::Tensor& x) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto h = net.trunk(x);
+      if (attempt == 0) h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      try {
+        stage.share(net.left->forward(h).pow(2).mean()).backward();
+      } catch (const std::runtime_error&) {
+      }
+    }
+  });
+  add("G9", "AnExceptionInForwardThenARetry", [](Stage& stage, Net& net, const at::Tensor& x) {
+    try {
+      net.left->forward(net.trunk(x).narrow(1, 0, 3));
+    } catch (const c10::Error&) {
+    }
+    stage.share(net.loss(x)).backward();
+  });
+  add("G10", "EvaluationBetweenForwardAndBackward", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto loss = stage.share(net.loss(x));
+    {
+      at::NoGradGuard no_grad;
+      net.loss(x * 2);
+    }
+    {
+      c10::InferenceMode inference;
+      net.loss(stage.input({2, 6}, 99));
+    }
+    loss.backward();
+  });
+  add("G11", "ViewsAndInPlaceChangesOfOutputs", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto h = net.trunk(x) * 1;
+    auto halves = h.chunk(2, 1);
+    h.mul_(2);
+    auto y = net.left->forward(h);
+    y.relu_();
+    const auto detached = net.right->forward(h).detach();
+    stage.share(y.sum() + halves[0].pow(2).sum() + detached.sum()).backward();
+  });
+  add("G11", "TensorHooksThatChangeTheGradient", [](Stage& stage, Net& net, const at::Tensor& x) {
+    auto key = net.left->weight.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
+    stage.share(net.loss(x)).backward();
+    net.left->weight.remove_hook(key);
+  });
+  {
+    Scenario tied{"G6", "WeightsTiedAcrossModules", [] { return std::make_shared<Tied>(); }, [](Stage& stage) {
+                    for (int step = 0; step < 3; ++step) {
+                      const auto tokens = stage.input({3, 4}, step).abs().mul(3).to(at::kLong).clamp(0, 6);
+                      stage.share(stage.as<Tied>().loss(tokens)).backward();
+                      stage.step();
+                      stage.zero_grad();
+                    }
+                  }};
+    tied.options.bucket_bytes = 120;
+    all.push_back(tied);
+  }
+  return all;
+}
+
+}  // namespace plumb::scenarios

@@ -1,0 +1,218 @@
+#include "scenarios/support/stage.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace plumb::scenarios {
+
+// One rank of the reference runs at a time, in rank order, from one meeting to the next.
+class Baton {
+ public:
+  explicit Baton(int ranks) : alive_(ranks, true) {}
+
+  void begin(int rank) {
+    std::unique_lock lock(mutex_);
+    wait_turn(lock, rank);
+  }
+
+  // When the last rank that is still playing has come, it does the action, and the first one goes on.
+  void meet(int rank, const std::function<void()>& action) {
+    std::unique_lock lock(mutex_);
+    if (next(rank) <= rank) {
+      lock.unlock();
+      action();
+      lock.lock();
+    }
+    turn_ = next(rank);
+    changed_.notify_all();
+    wait_turn(lock, rank);
+  }
+
+  void end(int rank) {
+    std::unique_lock lock(mutex_);
+    alive_[rank] = false;
+    turn_ = next(rank);
+    changed_.notify_all();
+  }
+
+ private:
+  int next(int rank) const {
+    const int n = static_cast<int>(alive_.size());
+    for (int i = 1; i <= n; ++i) {
+      if (alive_[(rank + i) % n]) return (rank + i) % n;
+    }
+    return rank;
+  }
+  void wait_turn(std::unique_lock<std::mutex>& lock, int rank) {
+    changed_.wait(lock, [&] { return turn_ == rank; });
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<bool> alive_;
+  int turn_ = 0;
+};
+
+namespace {
+
+constexpr uint64_t kSeed = 20240517;
+
+Outcome outcome_of(const torch::nn::Module& model) {
+  Outcome outcome;
+  for (const auto& item : model.named_parameters()) {
+    outcome.parameters.emplace_back(item.key(), item.value().detach().clone());
+    const at::Tensor grad = item.value().grad();
+    outcome.gradients.emplace_back(item.key(), grad.defined() ? grad.detach().clone() : grad);
+  }
+  for (const auto& item : model.named_buffers()) outcome.parameters.emplace_back(item.key(), item.value().clone());
+  return outcome;
+}
+
+std::shared_ptr<torch::nn::Module> build(const Scenario& scenario) {
+  static std::mutex generator;  // the default generator is the process's
+  std::lock_guard lock(generator);
+  torch::manual_seed(kSeed);
+  return scenario.build();
+}
+
+std::unique_ptr<torch::optim::Optimizer> reference_optimizer(const Scenario& scenario, torch::nn::Module& model) {
+  std::vector<at::Tensor> parameters;
+  std::vector<const void*> seen;
+  for (auto& parameter : model.parameters()) {
+    if (std::find(seen.begin(), seen.end(), parameter.unsafeGetTensorImpl()) != seen.end()) continue;
+    seen.push_back(parameter.unsafeGetTensorImpl());
+    parameters.push_back(parameter);
+  }
+  if (const auto* adam = std::get_if<AdamW>(&scenario.optimizer)) {
+    return std::make_unique<torch::optim::AdamW>(
+        parameters, torch::optim::AdamWOptions(adam->lr)
+                        .betas({adam->beta1, adam->beta2})
+                        .eps(adam->eps)
+                        .weight_decay(adam->weight_decay));
+  }
+  const auto& sgd = std::get<SGD>(scenario.optimizer);
+  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(sgd.lr)
+                                                             .momentum(sgd.momentum)
+                                                             .dampening(sgd.dampening)
+                                                             .weight_decay(sgd.weight_decay)
+                                                             .nesterov(sgd.nesterov));
+}
+
+}  // namespace
+
+at::Tensor Stage::input(at::IntArrayRef shape, int micro) const {
+  auto generator = at::detail::createCPUGenerator(kSeed + 7919 * micro + 104729 * (rank + 1));
+  return at::randn(shape, generator);
+}
+
+at::Tensor Stage::share(const at::Tensor& loss) const { return reference() ? loss / size : loss; }
+
+void Stage::all(const std::function<void()>& action) {
+  if (baton != nullptr) {
+    baton->meet(rank, action);
+  } else {
+    action();
+  }
+}
+
+void Stage::step() {
+  if (reference()) {
+    baton->meet(rank, reference_step);
+  } else {
+    engine->step();
+  }
+}
+
+void Stage::backward(const at::Tensor& loss, bool retain_graph) {
+  if (!reference()) return engine->backward(loss, retain_graph);
+  if (loss.defined() && loss.requires_grad()) loss.backward({}, retain_graph);
+}
+
+std::unique_ptr<NoSync> Stage::no_sync() { return reference() ? nullptr : std::make_unique<NoSync>(*engine); }
+
+Outcome play_reference(const Scenario& scenario, int ranks) {
+  const auto model = build(scenario);
+  const auto optimizer = reference_optimizer(scenario, *model);
+  Baton baton(ranks);
+  std::vector<std::exception_ptr> thrown(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      Stage stage;
+      stage.rank = rank;
+      stage.size = ranks;
+      stage.model = model;
+      stage.baton = &baton;
+      stage.reference_step = [&] {
+        if (scenario.options.clip_norm) {
+          torch::nn::utils::clip_grad_norm_(model->parameters(), *scenario.options.clip_norm);
+        }
+        optimizer->step();
+      };
+      baton.begin(rank);
+      try {
+        scenario.program(stage);
+      } catch (...) {
+        thrown[rank] = std::current_exception();
+      }
+      baton.end(rank);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : thrown) {
+    if (error) std::rethrow_exception(error);
+  }
+  return outcome_of(*model);
+}
+
+Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy) {
+  Stage stage;
+  stage.rank = world.rank();
+  stage.size = world.size();
+  stage.model = build(scenario);
+  Options options = scenario.options;
+  options.strategy = strategy;
+  Engine engine(world, *stage.model, scenario.optimizer, options);
+  stage.engine = &engine;
+  scenario.program(stage);
+  return outcome_of(*stage.model);
+}
+
+Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of) {
+  Outcome outcome;
+  run_local(
+      ranks,
+      [&](World world) {
+        Outcome mine = play_on(world, scenario, strategy);
+        if (world.rank() == of) outcome = std::move(mine);
+      },
+      {.timeout = std::chrono::seconds(20)});
+  return outcome;
+}
+
+std::string difference(const Outcome& expected, const Outcome& found, double tolerance) {
+  auto compare = [&](const char* what, const NamedTensors& want, const NamedTensors& have) -> std::string {
+    if (want.size() != have.size()) return c10::str(what, "s: ", have.size(), " instead of ", want.size());
+    for (size_t i = 0; i < want.size(); ++i) {
+      const auto& [name, expected_value] = want[i];
+      const at::Tensor& value = have[i].second;
+      if (expected_value.defined() != value.defined()) {
+        return c10::str(what, " '", name, "' is ", value.defined() ? "there" : "missing", ", the reference's is ",
+                        expected_value.defined() ? "there" : "missing");
+      }
+      if (!value.defined() || value.numel() == 0) continue;
+      const auto wide = value.is_complex() ? at::kComplexDouble : at::kDouble;
+      const at::Tensor a = expected_value.is_sparse() ? expected_value.to_dense().to(wide) : expected_value.to(wide);
+      const double scale = a.abs().max().item<double>() + 1e-6;
+      const double error = (value.to(wide) - a).abs().max().item<double>() / scale;
+      if (!(error <= tolerance)) return c10::str(what, " '", name, "' differs by ", error, " relative");
+    }
+    return {};
+  };
+  std::string result = compare("parameter", expected.parameters, found.parameters);
+  if (result.empty()) result = compare("gradient", expected.gradients, found.gradients);
+  return result;
+}
+
+}  // namespace plumb::scenarios
