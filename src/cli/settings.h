@@ -27,9 +27,9 @@ struct Settings {
   int64_t threads = 0;  // 0: the cores divided among the local ranks
   // model
   std::string model = "gpt";
-  int64_t layers = 2;
+  int64_t layers = 3;
   int64_t heads = 4;
-  int64_t width = 128;
+  int64_t width = 96;
   int64_t context = 64;
   std::string dtype = "f32";
   // task
@@ -39,8 +39,8 @@ struct Settings {
   int64_t steps = 1000;
   int64_t batch = 256;  // samples per step, all ranks together
   int64_t accumulate = 1;
-  double lr = 3e-3;
-  int64_t warmup = 50;
+  double lr = 2e-3;
+  int64_t warmup = 100;
   double weight_decay = 0.01;
   double clip = 1.0;  // 0: never clips
   int64_t seed = 1;
