@@ -1,4 +1,4 @@
-// Times a training step on the simulated accelerator against the CPU, in turns, one thread: build/bin/sim_cost
+// Times a training step on the simulated accelerator against the CPU, in turns, one thread: build/bin/example_sim_cost
 #include <plumb/sim.h>
 #include <torch/torch.h>
 
@@ -51,7 +51,10 @@ int main() {
       on_sim.push_back(simulated.milliseconds_per_step(steps));
       ratios.push_back(on_sim.back() / on_cpu.back());
     }
-    const auto median = [](std::vector<double>& v) { std::sort(v.begin(), v.end()); return v[v.size() / 2]; };
+    const auto median = [](std::vector<double>& v) {
+      std::sort(v.begin(), v.end());
+      return v[v.size() / 2];
+    };
     std::printf("%5ld %8.3f %8.3f %7.2f\n", static_cast<long>(width), median(on_cpu), median(on_sim), median(ratios));
   }
 }

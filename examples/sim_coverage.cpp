@@ -1,4 +1,4 @@
-// Prints the table of operations in docs/sim.md: build/bin/sim_coverage
+// Prints the table of operations in docs/sim.md: build/bin/example_sim_coverage
 #include <plumb/sim.h>
 
 #include <iostream>

@@ -1,4 +1,4 @@
-// Finds a race in ordinary stream code, on a machine without an accelerator: build/bin/sim_race
+// Finds a race in ordinary stream code, on a machine without an accelerator: build/bin/example_sim_race
 //
 // The program normalises a batch on a side stream while the main stream already uses it. On a GPU it fails once in a
 // while; here it is reported on every run, with both operations and the wait that is missing.

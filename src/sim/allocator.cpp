@@ -140,7 +140,8 @@ Block* new_segment(int device, int stream, size_t bytes) {
     heap().spares.erase(spare);
   } else {
     memory = static_cast<char*>(std::aligned_alloc(granule, size));
-    if (!memory) throw Error("out of memory: the simulated accelerator asked the host for " + std::to_string(size) + " bytes");
+    if (!memory)
+      throw Error("out of memory: the simulated accelerator asked the host for " + std::to_string(size) + " bytes");
     std::memset(memory, poison, size);
   }
   auto* block = new Block;

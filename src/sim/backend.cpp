@@ -72,7 +72,10 @@ class SimBackend final : public c10d::Backend {
                                            const c10d::AllreduceOptions& options) override {
     const at::Tensor& tensor = one(tensors);
     const Reduction reduction = reduction_of(options.reduceOp);
-    return start(OpType::ALLREDUCE, {"all_reduce", describe(tensor) + word(reduction), {tensor}, {tensor},
+    return start(OpType::ALLREDUCE, {"all_reduce",
+                                     describe(tensor) + word(reduction),
+                                     {tensor},
+                                     {tensor},
                                      [reduction](const Contributions& from, const Tensors& to) {
                                        Tensors inputs;
                                        for (const auto& rank : from) inputs.push_back(rank[0]);
@@ -87,8 +90,10 @@ class SimBackend final : public c10d::Backend {
     if (root < 0 || root >= size_) {
       throw Error(rank_, "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size_));
     }
-    return start(OpType::BROADCAST, {"broadcast", describe(tensor) + " from rank " + std::to_string(root),
-                                     root == rank_ ? Tensors{tensor} : Tensors{}, {tensor},
+    return start(OpType::BROADCAST, {"broadcast",
+                                     describe(tensor) + " from rank " + std::to_string(root),
+                                     root == rank_ ? Tensors{tensor} : Tensors{},
+                                     {tensor},
                                      [root, mine = rank_](const Contributions& from, const Tensors& to) {
                                        if (root != mine) copy_values(to[0], from[root][0]);
                                      }});
@@ -97,22 +102,24 @@ class SimBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& full, at::Tensor& shard,
                                                  const c10d::AllgatherOptions& /*options*/) override {
     divide("all_gather", full, shard);
-    return start(OpType::_ALLGATHER_BASE, {"all_gather", describe(shard), {shard}, {full},
-                                           [size = size_](const Contributions& from, const Tensors& to) {
-                                             for (int r = 0; r < size; ++r) {
-                                               copy_values(part(to[0], r, size), from[r][0].view({-1}));
-                                             }
-                                           }});
+    return start(
+        OpType::_ALLGATHER_BASE,
+        {"all_gather", describe(shard), {shard}, {full}, [size = size_](const Contributions& from, const Tensors& to) {
+           for (int r = 0; r < size; ++r) {
+             copy_values(part(to[0], r, size), from[r][0].view({-1}));
+           }
+         }});
   }
 
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& /*options*/) override {
     const at::Tensor& shard = one(inputs);
-    return start(OpType::ALLGATHER, {"all_gather", describe(shard), {shard}, outputs.at(0),
-                                     [](const Contributions& from, const Tensors& to) {
-                                       for (size_t r = 0; r < to.size(); ++r) copy_values(to[r], from[r][0]);
-                                     }});
+    return start(
+        OpType::ALLGATHER,
+        {"all_gather", describe(shard), {shard}, outputs.at(0), [](const Contributions& from, const Tensors& to) {
+           for (size_t r = 0; r < to.size(); ++r) copy_values(to[r], from[r][0]);
+         }});
   }
 
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& shard, at::Tensor& full,
@@ -120,7 +127,10 @@ class SimBackend final : public c10d::Backend {
     divide("reduce_scatter", full, shard);
     const Reduction reduction = reduction_of(options.reduceOp);
     return start(OpType::_REDUCE_SCATTER_BASE,
-                 {"reduce_scatter", describe(shard) + word(reduction), {full}, {shard},
+                 {"reduce_scatter",
+                  describe(shard) + word(reduction),
+                  {full},
+                  {shard},
                   [reduction, rank = rank_, size = size_](const Contributions& from, const Tensors& to) {
                     Tensors inputs;
                     for (const auto& each : from) inputs.push_back(part(each[0], rank, size));
@@ -133,7 +143,10 @@ class SimBackend final : public c10d::Backend {
                                                 const c10d::ReduceScatterOptions& options) override {
     const at::Tensor& shard = one(outputs);
     const Reduction reduction = reduction_of(options.reduceOp);
-    return start(OpType::REDUCE_SCATTER, {"reduce_scatter", describe(shard) + word(reduction), inputs.at(0), {shard},
+    return start(OpType::REDUCE_SCATTER, {"reduce_scatter",
+                                          describe(shard) + word(reduction),
+                                          inputs.at(0),
+                                          {shard},
                                           [reduction, rank = rank_](const Contributions& from, const Tensors& to) {
                                             Tensors parts;
                                             for (const auto& each : from) parts.push_back(each.at(rank));
@@ -188,11 +201,16 @@ class SimBackend final : public c10d::Backend {
  private:
   static Reduction reduction_of(const c10d::ReduceOp& op) {
     switch (op.op_) {
-      case c10d::ReduceOp::SUM: return Reduction::sum;
-      case c10d::ReduceOp::AVG: return Reduction::average;
-      case c10d::ReduceOp::MAX: return Reduction::maximum;
-      case c10d::ReduceOp::MIN: return Reduction::minimum;
-      default: throw Error("the simulated communicator reduces by sum, average, maximum or minimum");
+      case c10d::ReduceOp::SUM:
+        return Reduction::sum;
+      case c10d::ReduceOp::AVG:
+        return Reduction::average;
+      case c10d::ReduceOp::MAX:
+        return Reduction::maximum;
+      case c10d::ReduceOp::MIN:
+        return Reduction::minimum;
+      default:
+        throw Error("the simulated communicator reduces by sum, average, maximum or minimum");
     }
   }
   static std::string word(Reduction reduction) {
@@ -221,7 +239,8 @@ class SimBackend final : public c10d::Backend {
     kept.insert(kept.end(), collective.outputs.begin(), collective.outputs.end());
     for (const at::Tensor& tensor : kept) {
       if (!tensor.is_contiguous() || tensor.device() != kept.front().device() || !(tensor.is_cpu() || on_sim(tensor))) {
-        throw Error(rank_, collective.kind + " takes contiguous tensors of one simulated device, or of the CPU; one is " +
+        throw Error(rank_, collective.kind +
+                               " takes contiguous tensors of one simulated device, or of the CPU; one is " +
                                (tensor.is_contiguous() ? "on " + tensor.device().str() : "not contiguous"));
       }
     }

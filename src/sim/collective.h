@@ -57,7 +57,7 @@ struct Communicator::Impl {
   int stream_of(int rank, int device);
   std::shared_ptr<Meeting> meet(int rank, const Collective& collective, uint64_t& number);
 
-  std::vector<uint64_t> next;                            // each rank's next collective
+  std::vector<uint64_t> next;                             // each rank's next collective
   std::map<uint64_t, std::shared_ptr<Meeting>> meetings;  // not yet called by all
   std::vector<std::pair<int64_t, uint64_t>> streams;      // each rank's stream index, and its session
 };

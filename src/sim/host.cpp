@@ -27,7 +27,8 @@ HostMemory& memory() {
 thread_local bool checking = false;
 
 void check(const at::Tensor& tensor, bool write, const char* operation) {
-  if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage()) return;
+  if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage())
+    return;
   const auto lock = Machine::lock();
   std::vector<Range> touched;
   add_ranges(touched, tensor, write);

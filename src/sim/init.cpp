@@ -1,4 +1,5 @@
 // Turning the simulator on, naming memory, own kernels, and running ranks.
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
@@ -93,6 +94,7 @@ void run_ranks(int n, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
+      at::init_num_threads();  // OpenMP counts per thread
       place().rank = place().device = rank;
       {
         auto lock = Machine::lock();

@@ -31,9 +31,8 @@ Tensor empty_memory_format(IntArrayRef sizes, std::optional<at::ScalarType> dtyp
                            std::optional<at::MemoryFormat> format) {
   const int before = place().device;
   if (device && device->index() >= 0) place().device = device->index();
-  auto tensor =
-      at::detail::empty_generic(sizes, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
+  auto tensor = at::detail::empty_generic(sizes, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                          dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
   place().device = before;
   return tensor;
 }

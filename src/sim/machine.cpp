@@ -65,8 +65,8 @@ c10::Stream Machine::add_stream(int device, const std::string& name) {
 std::string Machine::describe_stream(int stream) const {
   const StreamState& state = streams_[stream];
   if (state.device < 0) return "the host" + (state.index ? " of rank " + std::to_string(state.index) : std::string());
-  return "stream " + std::to_string(state.index) + (state.name.empty() ? "" : " (" + state.name + ")") + " of sim:" +
-         std::to_string(state.device);
+  return "stream " + std::to_string(state.index) + (state.name.empty() ? "" : " (" + state.name + ")") +
+         " of sim:" + std::to_string(state.device);
 }
 
 Host& Machine::host(int index) {

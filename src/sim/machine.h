@@ -148,7 +148,8 @@ class Machine {
   bool can_run(const StreamState& stream) const;
   int pick(const std::vector<int>& candidates);
   void check(const Range& range, const Access& access, const Clock& clock);
-  void add_race(Conflict conflict, const Access& first, const Access& second, const Clock& clock, char* begin, char* end);
+  void add_race(Conflict conflict, const Access& first, const Access& second, const Clock& clock, char* begin,
+                char* end);
   std::string stuck_heads() const;
   void hand_over(int rank, Lock& lock, const std::string& what);
   void switch_to(int rank);

@@ -31,8 +31,8 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
   const auto held = static_cast<int64_t>(tensor.storage().nbytes());
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(std::max<int64_t>(held - offset, 0)),
                        c10::DataPtr(data, c10::Device(c10::DeviceType::CPU)), nullptr, /*resizable=*/false);
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                        tensor.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (tensor.is_conj()) impl->_set_conj(true);
@@ -94,8 +94,8 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
 
 at::Tensor empty_on(int device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   const int before = std::exchange(place().device, device);
-  auto tensor = at::detail::empty_strided_generic(
-      sizes, strides, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+  auto tensor = at::detail::empty_strided_generic(sizes, strides, allocator(),
+                                                  c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
   place().device = before;
   return tensor;
 }

@@ -93,9 +93,22 @@ struct Call {
   std::vector<at::Tensor> results;  // aliases of the new tensors, undefined for the others
 };
 
+// Kernels that use out= as scratch warn of it; the user did nothing to be warned of.
+class NoResizeWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().rfind("An output with one or more elements was resized", 0) != 0) before_->process(warning);
+  }
+
+ private:
+  c10::WarningHandler* before_ = c10::WarningUtils::get_warning_handler();
+};
+
 // Some CPU kernels resize their out= as scratch, which an alias refuses: those get a temporary from then on.
 void run_with_outputs(const Call& call, Stack& stack) {
   const Stack arguments = call.outputs.empty() ? Stack() : stack;
+  NoResizeWarnings quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   if (!call.facts->scratches_output) {
     try {
       call.draw.run(call.operation, stack);

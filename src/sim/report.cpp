@@ -10,9 +10,12 @@ namespace {
 
 const char* word(Conflict conflict) {
   switch (conflict) {
-    case Conflict::read_after_write: return "read after write";
-    case Conflict::write_after_read: return "write after read";
-    case Conflict::write_after_write: return "write after write";
+    case Conflict::read_after_write:
+      return "read after write";
+    case Conflict::write_after_read:
+      return "write after read";
+    case Conflict::write_after_write:
+      return "write after write";
   }
   return "";
 }

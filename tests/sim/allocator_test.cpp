@@ -50,7 +50,9 @@ TEST(Allocator, KeepsOnePoolPerStream) {
 
 TEST(Allocator, PoisonsMemoryThatNobodyWrote) {
   Session session(0);
-  { auto a = torch::ones({64}, on(0)); }
+  {
+    auto a = torch::ones({64}, on(0));
+  }
   const auto b = torch::empty({64}, on(0));
   EXPECT_TRUE(torch::isnan(b).all().item<bool>());
   const auto c = torch::empty({100000}, on(0));
@@ -117,7 +119,11 @@ TEST(Allocator, LeavesTheOrderToTheSeedAlone) {
     return session.statistics().order;
   };
   const auto first = run(7);
-  { Session other(1); std::vector<at::Tensor> mess; for (int i = 0; i < 50; ++i) mess.push_back(bytes(512 * i + 1)); }
+  {
+    Session other(1);
+    std::vector<at::Tensor> mess;
+    for (int i = 0; i < 50; ++i) mess.push_back(bytes(512 * i + 1));
+  }
   EXPECT_EQ(run(7), first);
 }
 

@@ -22,8 +22,7 @@ TEST_P(Models, TrainToTheBitsOfTheCpuUnderEverySeed) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Models,
-                         testing::Combine(testing::Range<size_t>(0, 4), testing::Values("sgd", "adamw")));
+INSTANTIATE_TEST_SUITE_P(All, Models, testing::Combine(testing::Range<size_t>(0, 4), testing::Values("sgd", "adamw")));
 
 TEST(Operations, HaveTheBitsOfTheCpu) {
   using Function = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
@@ -31,33 +30,87 @@ TEST(Operations, HaveTheBitsOfTheCpu) {
       {"mm", [](auto& a, auto& b) { return a.mm(b); }},
       {"scalars", [](auto& a, auto&) { return a * 2 + 1; }},
       {"cat", [](auto& a, auto& b) { return torch::cat({a.t(), b}, 1); }},
-      {"in place on a view", [](auto& a, auto&) { auto c = a.clone(); c.slice(1, 1, 3).mul_(2); return c; }},
+      {"in place on a view",
+       [](auto& a, auto&) {
+         auto c = a.clone();
+         c.slice(1, 1, 3).mul_(2);
+         return c;
+       }},
       {"reductions", [](auto& a, auto& b) { return a.sum(0) + b.mean(1); }},
       {"topk", [](auto& a, auto&) { return std::get<0>(a.topk(2)); }},
       {"sort", [](auto& a, auto&) { return std::get<1>(a.sort(1)); }},
       {"nonzero", [](auto& a, auto&) { return (a > 0).nonzero(); }},
       {"index by mask", [](auto& a, auto&) { return a.index({a > 0}); }},
-      {"index_put", [](auto& a, auto&) { auto c = a.clone(); c.index_put_({torch::tensor({0, 2}, a.options().dtype(at::kLong))}, 7.); return c; }},
+      {"index_put",
+       [](auto& a, auto&) {
+         auto c = a.clone();
+         c.index_put_({torch::tensor({0, 2}, a.options().dtype(at::kLong))}, 7.);
+         return c;
+       }},
       {"where", [](auto& a, auto&) { return torch::where(a > 0, a, torch::zeros({}, a.options())); }},
       {"bf16", [](auto& a, auto& b) { return a.to(at::kBFloat16).mm(b.to(at::kBFloat16)).to(at::kFloat); }},
       {"einsum", [](auto& a, auto& b) { return torch::einsum("ij,jk->ki", {a, b}); }},
       {"svd", [](auto& a, auto&) { return std::get<1>(torch::linalg_svd(a)); }},
       {"cholesky", [](auto& a, auto&) { return torch::linalg_cholesky(a.mm(a.t()) + torch::eye(3, a.options())); }},
       {"norms", [](auto& a, auto& b) { return a.norm() + torch::linalg_vector_norm(b); }},
-      {"foreach", [](auto& a, auto&) { auto v = torch::_foreach_add({a, a * 2}, 1.0); return v[0] + v[1]; }},
+      {"foreach",
+       [](auto& a, auto&) {
+         auto v = torch::_foreach_add({a, a * 2}, 1.0);
+         return v[0] + v[1];
+       }},
       {"foreach norm", [](auto& a, auto& b) { return torch::_foreach_norm({a, b})[1]; }},
-      {"out= of size 0", [](auto& a, auto& b) { auto o = torch::empty({0}, a.options()); torch::mm_out(o, a, b); return o; }},
-      {"out= as scratch", [](auto& a, auto&) { auto o = torch::empty({}, a.options()); torch::mse_loss_out(o, a, a * 2); return o; }},
-      {"resize_", [](auto& a, auto&) { auto c = a.clone(); c.resize_({2, 8}).slice(1, 6, 8).zero_(); c.slice(0, 1, 2).zero_(); return c; }},
-      {"conv2d", [](auto& a, auto&) { return torch::conv2d(a.view({1, 1, 3, 4}), a.slice(1, 0, 3).contiguous().view({1, 1, 3, 3})); }},
-      {"random", [](auto& a, auto&) { torch::manual_seed(3); return torch::randn({3, 3}, a.options()) + torch::rand({3, 3}, a.options()); }},
-      {"bernoulli", [](auto& a, auto&) { torch::manual_seed(3); return torch::bernoulli(torch::full_like(a, 0.5)); }},
-      {"multinomial", [](auto& a, auto&) { torch::manual_seed(3); return torch::multinomial(a.abs(), 2); }},
-      {"poisson then normal", [](auto& a, auto&) { torch::manual_seed(3); return torch::poisson(a.abs()) + torch::randn_like(a); }},
-      {"attention", [](auto& a, auto&) { auto q = a.view({1, 1, 3, 4}); return at::scaled_dot_product_attention(q, q, q); }},
+      {"out= of size 0",
+       [](auto& a, auto& b) {
+         auto o = torch::empty({0}, a.options());
+         torch::mm_out(o, a, b);
+         return o;
+       }},
+      {"out= as scratch",
+       [](auto& a, auto&) {
+         auto o = torch::empty({}, a.options());
+         torch::mse_loss_out(o, a, a * 2);
+         return o;
+       }},
+      {"resize_",
+       [](auto& a, auto&) {
+         auto c = a.clone();
+         c.resize_({2, 8}).slice(1, 6, 8).zero_();
+         c.slice(0, 1, 2).zero_();
+         return c;
+       }},
+      {"conv2d",
+       [](auto& a, auto&) {
+         return torch::conv2d(a.view({1, 1, 3, 4}), a.slice(1, 0, 3).contiguous().view({1, 1, 3, 3}));
+       }},
+      {"random",
+       [](auto& a, auto&) {
+         torch::manual_seed(3);
+         return torch::randn({3, 3}, a.options()) + torch::rand({3, 3}, a.options());
+       }},
+      {"bernoulli",
+       [](auto& a, auto&) {
+         torch::manual_seed(3);
+         return torch::bernoulli(torch::full_like(a, 0.5));
+       }},
+      {"multinomial",
+       [](auto& a, auto&) {
+         torch::manual_seed(3);
+         return torch::multinomial(a.abs(), 2);
+       }},
+      {"poisson then normal",
+       [](auto& a, auto&) {
+         torch::manual_seed(3);
+         return torch::poisson(a.abs()) + torch::randn_like(a);
+       }},
+      {"attention",
+       [](auto& a, auto&) {
+         auto q = a.view({1, 1, 3, 4});
+         return at::scaled_dot_product_attention(q, q, q);
+       }},
       {"batch norm", [](auto& a, auto&) { return torch::batch_norm(a, {}, {}, {}, {}, true, .1, 1e-5, false); }},
       {"complex", [](auto& a, auto&) { return torch::real(torch::fft_fft(a)); }},
-      {"conjugate copies", [](auto& a, auto&) { return torch::real(torch::view_as_complex(a.view({3, 2, 2})).conj().clone()); }},
+      {"conjugate copies",
+       [](auto& a, auto&) { return torch::real(torch::view_as_complex(a.view({3, 2, 2})).conj().clone()); }},
       {"unique", [](auto& a, auto&) { return std::get<0>(at::_unique(a)); }},
       {"cumsum", [](auto& a, auto&) { return a.cumsum(1).std(1); }},
   };

@@ -8,7 +8,7 @@ namespace {
 
 struct Program {
   const char* name;
-  const char* one;    // words of the two sites that must be reported together
+  const char* one;  // words of the two sites that must be reported together
   const char* other;
   const char* memory;
   std::function<void()> run;
@@ -23,28 +23,49 @@ void one_of_two_producers_is_not_waited_for() {
   const auto main = current_stream(0), a = new_stream(0), b = new_stream(0), reduce = new_stream(0);
   auto bucket = named(torch::zeros({64}, on(0)), "bucket");
   for (const auto& s : {a, b, reduce}) wait_for(s, main);
-  with(a, [&] { const Scope scope("left"); bucket.slice(0, 0, 32).fill_(1); });
-  with(b, [&] { const Scope scope("right"); bucket.slice(0, 32, 64).fill_(2); });
+  with(a, [&] {
+    const Scope scope("left");
+    bucket.slice(0, 0, 32).fill_(1);
+  });
+  with(b, [&] {
+    const Scope scope("right");
+    bucket.slice(0, 32, 64).fill_(2);
+  });
   wait_for(reduce, a);
-  with(reduce, [&] { const Scope scope("reduce"); return bucket.sum(); });
+  with(reduce, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
 }
 
 void only_the_current_stream_is_waited_for() {
   const auto main = current_stream(0), a = new_stream(0), reduce = new_stream(0);
   auto bucket = named(torch::zeros({64}, on(0)), "bucket");
   wait_for(a, main);
-  with(a, [&] { const Scope scope("produce"); bucket.fill_(1); });
+  with(a, [&] {
+    const Scope scope("produce");
+    bucket.fill_(1);
+  });
   wait_for(reduce, main);
-  with(reduce, [&] { const Scope scope("reduce"); return bucket.sum(); });
+  with(reduce, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
 }
 
 void event_is_recorded_before_the_last_write() {
   const auto main = current_stream(0), reduce = new_stream(0);
   auto bucket = named(torch::zeros({64}, on(0)), "bucket");
   auto event = event_on(main);
-  { const Scope scope("last write"); bucket.add_(1); }
+  {
+    const Scope scope("last write");
+    bucket.add_(1);
+  }
   event.block(reduce);
-  with(reduce, [&] { const Scope scope("reduce"); return bucket.sum(); });
+  with(reduce, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
 }
 
 void event_is_recorded_again_after_the_wait() {
@@ -52,9 +73,15 @@ void event_is_recorded_again_after_the_wait() {
   auto bucket = named(torch::zeros({64}, on(0)), "bucket");
   auto event = event_on(main);
   event.block(reduce);
-  { const Scope scope("last write"); bucket.add_(1); }
+  {
+    const Scope scope("last write");
+    bucket.add_(1);
+  }
   event.record(main);
-  with(reduce, [&] { const Scope scope("reduce"); return bucket.sum(); });
+  with(reduce, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
 }
 
 void temporary_is_freed_without_being_recorded() {
@@ -62,7 +89,10 @@ void temporary_is_freed_without_being_recorded() {
   {
     auto temporary = named(torch::ones({64}, on(0)), "temporary");
     wait_for(reduce, main);
-    with(reduce, [&] { const Scope scope("reduce"); return temporary.sum(); });
+    with(reduce, [&] {
+      const Scope scope("reduce");
+      return temporary.sum();
+    });
   }
   torch::ones({64}, on(0));
 }
@@ -72,7 +102,10 @@ void temporary_of_another_size_is_freed_without_being_recorded() {
   {
     auto temporary = named(torch::ones({64}, on(0)), "temporary");
     wait_for(reduce, main);
-    with(reduce, [&] { const Scope scope("reduce"); return temporary.sum(); });
+    with(reduce, [&] {
+      const Scope scope("reduce");
+      return temporary.sum();
+    });
   }
   torch::ones({100000}, on(0));
 }
@@ -81,31 +114,52 @@ void buffer_is_refilled_before_the_reduction_ended() {
   const auto main = current_stream(0), reduce = new_stream(0);
   auto bucket = named(torch::zeros({64}, on(0)), "bucket");
   wait_for(reduce, main);
-  with(reduce, [&] { const Scope scope("reduce"); return bucket.sum(); });
-  { const Scope scope("refill"); bucket.fill_(1); }
+  with(reduce, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
+  {
+    const Scope scope("refill");
+    bucket.fill_(1);
+  }
 }
 
 void gathered_memory_is_read_before_the_gather() {
   const auto main = current_stream(0), gather = new_stream(0);
   auto full = named(torch::zeros({64}, on(0)), "h.0.weight");
   wait_for(gather, main);
-  with(gather, [&] { const Scope scope("gather"); full.fill_(1); });
-  { const Scope scope("forward"); full.sum(); }
+  with(gather, [&] {
+    const Scope scope("gather");
+    full.fill_(1);
+  });
+  {
+    const Scope scope("forward");
+    full.sum();
+  }
 }
 
 void gathered_memory_is_reused_while_backward_reads_it() {
   const auto main = current_stream(0), gather = new_stream(0);
   auto full = with(gather, [&] { return named(torch::zeros({64}, on(0)), "h.0.weight"); });
   wait_for(main, gather);
-  { const Scope scope("backward"); full.sum(); }
+  {
+    const Scope scope("backward");
+    full.sum();
+  }
   full = at::Tensor();
-  with(gather, [&] { const Scope scope("prefetch"); return torch::zeros({64}, on(0)); });
+  with(gather, [&] {
+    const Scope scope("prefetch");
+    return torch::zeros({64}, on(0));
+  });
 }
 
 void host_reads_an_asynchronous_copy() {
   auto x = torch::ones({16}, on(0));
   auto host = named(torch::empty({16}), "norm");
-  { const Scope scope("fetch"); host.copy_(x, /*non_blocking=*/true); }
+  {
+    const Scope scope("fetch");
+    host.copy_(x, /*non_blocking=*/true);
+  }
   const Scope scope("print");
   (void)host.sum();
 }
@@ -113,14 +167,20 @@ void host_reads_an_asynchronous_copy() {
 void host_reads_an_asynchronous_copy_past_torch() {
   auto x = torch::ones({16}, on(0));
   auto host = named(torch::empty({16}), "norm");
-  { const Scope scope("fetch"); host.copy_(x, /*non_blocking=*/true); }
+  {
+    const Scope scope("fetch");
+    host.copy_(x, /*non_blocking=*/true);
+  }
   host_reads(host);
 }
 
 void host_refills_pinned_memory_under_a_copy() {
   auto host = named(torch::ones({16}).pin_memory(), "batch");
   auto x = torch::zeros({16}, on(0));
-  { const Scope scope("upload"); x.copy_(host, /*non_blocking=*/true); }
+  {
+    const Scope scope("upload");
+    x.copy_(host, /*non_blocking=*/true);
+  }
   const Scope scope("load");
   host.fill_(9);
 }
@@ -141,7 +201,10 @@ void collective_on_a_bucket_another_stream_fills() {
     const auto side = new_stream(rank);
     std::vector<at::Tensor> bucket{named(torch::ones({8}, on(rank)), "bucket")};
     wait_for(side, current_stream(rank));
-    with(side, [&] { const Scope scope("produce"); bucket[0].fill_(2); });
+    with(side, [&] {
+      const Scope scope("produce");
+      bucket[0].fill_(2);
+    });
     world.backend(rank)->allreduce(bucket)->wait();
   });
 }
@@ -152,7 +215,10 @@ void reduce_scatter_source_is_refilled() {
     auto full = named(torch::ones({8}, on(rank)), "full gradient");
     auto shard = torch::zeros({4}, on(rank));
     const auto work = world.backend(rank)->_reduce_scatter_base(shard, full);
-    { const Scope scope("next backward"); full.fill_(2); }
+    {
+      const Scope scope("next backward");
+      full.fill_(2);
+    }
     work->wait();
   });
 }
@@ -162,24 +228,39 @@ void cast_runs_on_another_stream_than_its_consumer() {
   auto gradient = torch::ones({32}, on(0).dtype(at::kBFloat16));
   auto bucket = named(torch::zeros({32}, on(0)), "bucket");
   wait_for(cast, main);
-  with(cast, [&] { const Scope scope("cast"); bucket.copy_(gradient); });
+  with(cast, [&] {
+    const Scope scope("cast");
+    bucket.copy_(gradient);
+  });
   const Scope scope("accumulate");
   bucket.mul_(0.5);
 }
 
 void fresh_memory_is_used_on_a_stream_that_did_not_wait() {
   const auto side = new_stream(0);
-  { const Scope scope("earlier"); torch::ones({8}, on(0)).add_(1); }
+  {
+    const Scope scope("earlier");
+    torch::ones({8}, on(0)).add_(1);
+  }
   auto x = named(torch::empty({8}, on(0)), "scratch");
-  with(side, [&] { const Scope scope("use"); x.fill_(1); });
+  with(side, [&] {
+    const Scope scope("use");
+    x.fill_(1);
+  });
 }
 
 void columns_overlap() {
   const auto main = current_stream(0), side = new_stream(0);
   auto m = named(torch::zeros({8, 8}, on(0)), "matrix");
   wait_for(side, main);
-  { const Scope scope("left"); m.slice(1, 0, 4).fill_(1); }
-  with(side, [&] { const Scope scope("right"); m.slice(1, 3, 8).fill_(2); });
+  {
+    const Scope scope("left");
+    m.slice(1, 0, 4).fill_(1);
+  }
+  with(side, [&] {
+    const Scope scope("right");
+    m.slice(1, 3, 8).fill_(2);
+  });
 }
 
 void gradient_hook_copies_on_its_own_stream() {
@@ -193,7 +274,10 @@ void gradient_hook_copies_on_its_own_stream() {
     bucket.copy_(gradient);
   });
   (w * 2).sum().backward();
-  with(side, [&] { const Scope scope("reduce"); return bucket.sum(); });
+  with(side, [&] {
+    const Scope scope("reduce");
+    return bucket.sum();
+  });
 }
 
 const Program programs[] = {
@@ -201,7 +285,8 @@ const Program programs[] = {
     {"only_the_current_stream_is_waited_for", "produce", "reduce", "bucket", only_the_current_stream_is_waited_for},
     {"event_is_recorded_before_the_last_write", "last write", "reduce", "bucket",
      event_is_recorded_before_the_last_write},
-    {"event_is_recorded_again_after_the_wait", "last write", "reduce", "bucket", event_is_recorded_again_after_the_wait},
+    {"event_is_recorded_again_after_the_wait", "last write", "reduce", "bucket",
+     event_is_recorded_again_after_the_wait},
     {"temporary_is_freed_without_being_recorded", "reduce", "free", "temporary",
      temporary_is_freed_without_being_recorded},
     {"temporary_of_another_size_is_freed_without_being_recorded", "reduce", "free", "temporary",

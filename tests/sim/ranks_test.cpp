@@ -158,7 +158,8 @@ TEST(Collectives, ThatDifferAreAnErrorThatNamesBoth) {
     });
     FAIL() << "no error";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), testing::AnyOf(testing::HasSubstr("communicator 'data'"), testing::HasSubstr("deadlock")));
+    EXPECT_THAT(error.what(),
+                testing::AnyOf(testing::HasSubstr("communicator 'data'"), testing::HasSubstr("deadlock")));
   }
 }
 

@@ -49,21 +49,27 @@ at::Tensor run_sequential(nn::Module& module, const at::Tensor& x) {
 const std::vector<ModelCase>& models() {
   static const std::vector<ModelCase> all = {
       {"mlp",
-       [] { return nn::Sequential(nn::Linear(12, 32), nn::GELU(), nn::Linear(32, 32), nn::ReLU(), nn::Linear(32, 6)).ptr(); },
+       [] {
+         return nn::Sequential(nn::Linear(12, 32), nn::GELU(), nn::Linear(32, 32), nn::ReLU(), nn::Linear(32, 6)).ptr();
+       },
        run_sequential, [] { return torch::randn({16, 12}); }},
       {"convolution",
        [] {
          return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::SiLU(),
                                nn::MaxPool2d(2), nn::Conv2d(nn::Conv2dOptions(8, 4, 3).stride(2)),
-                               nn::GroupNorm(nn::GroupNormOptions(2, 4)), nn::Flatten(), nn::Linear(4, 5)).ptr();
+                               nn::GroupNorm(nn::GroupNormOptions(2, 4)), nn::Flatten(), nn::Linear(4, 5))
+             .ptr();
        },
        run_sequential, [] { return torch::randn({4, 3, 8, 8}); }},
       {"attention, embedding, layer norm, dropout", [] { return std::make_shared<Attention>(); },
        [](nn::Module& module, const at::Tensor& x) { return dynamic_cast<Attention&>(module).forward(x); },
        [] { return torch::randint(0, 32, {2, 10}); }},
       {"dropout and layer norm",
-       [] { return nn::Sequential(nn::Linear(8, 24), nn::LayerNorm(nn::LayerNormOptions({24})), nn::Dropout(0.5),
-                                  nn::Tanh(), nn::Linear(24, 3)).ptr(); },
+       [] {
+         return nn::Sequential(nn::Linear(8, 24), nn::LayerNorm(nn::LayerNormOptions({24})), nn::Dropout(0.5),
+                               nn::Tanh(), nn::Linear(24, 3))
+             .ptr();
+       },
        run_sequential, [] { return torch::randn({10, 8}); }},
   };
   return all;
@@ -116,8 +122,8 @@ testing::AssertionResult reports(const std::vector<Race>& races, const std::stri
     }
     seen.append("\n").append(race.text());
   }
-  return testing::AssertionFailure() << "no race between '" << one << "' and '" << other << "'; reported: "
-                                     << (seen.empty() ? "nothing" : seen);
+  return testing::AssertionFailure() << "no race between '" << one << "' and '" << other
+                                     << "'; reported: " << (seen.empty() ? "nothing" : seen);
 }
 
 }  // namespace plumb::sim

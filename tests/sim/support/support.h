@@ -49,6 +49,7 @@ struct ModelCase {
 const std::vector<ModelCase>& models();
 
 // Trains for some steps; the losses and the parameters, on the CPU.
-std::vector<at::Tensor> train(const ModelCase& model, const at::Device& device, int steps, const std::string& optimizer);
+std::vector<at::Tensor> train(const ModelCase& model, const at::Device& device, int steps,
+                              const std::string& optimizer);
 
 }  // namespace plumb::sim
