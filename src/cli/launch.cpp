@@ -124,12 +124,13 @@ bool failed(const Rank& rank) {
 }
 
 // A rank that was killed is at fault before one that reported an error (which may be a consequence); among the latter,
-// the first to report.
-int verdict(std::vector<Rank>& ranks, const std::vector<size_t>& order) {
+// the first to report. `stop` is the signal that ended the run, or 0.
+int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop) {
   const Rank* culprit = nullptr;
   size_t number = 0;
   for (const size_t r : order) {
     if (!ranks[r].accused || !failed(ranks[r])) continue;
+    if (stop != 0 && WIFSIGNALED(ranks[r].status) && WTERMSIG(ranks[r].status) == stop) continue;  // not yet listening
     if (!culprit || (WIFSIGNALED(ranks[r].status) && !WIFSIGNALED(culprit->status))) {
       culprit = &ranks[r];
       number = r;
@@ -140,7 +141,7 @@ int verdict(std::vector<Rank>& ranks, const std::vector<size_t>& order) {
       if (asked_to_stop(rank.status)) return WEXITSTATUS(rank.status);
     }
     for (const Rank& rank : ranks) {
-      if (rank.status != 0) return 1;
+      if (rank.status != 0) return stop != 0 ? 128 + stop : 1;
     }
     return 0;
   }
@@ -196,7 +197,8 @@ int launch(int64_t count, char** argv) {
 
   constexpr auto kGrace = seconds(5);
   auto deadline = Clock::time_point::max();  // when the remaining ranks are ended
-  int stops = 0;
+  int stop = 0;  // the signal that asked us to
+  int64_t stop_at = 0;
   bool ending = false;
   for (size_t living = ranks.size(); living > 0;) {
     std::vector<pollfd> watched = {{wake[0], POLLIN, 0}};
@@ -213,8 +215,14 @@ int launch(int64_t count, char** argv) {
     char byte = 0;
     while (read(wake[0], &byte, 1) == 1) {
       if (byte == SIGCHLD) continue;
-      kill_all(++stops == 1 ? byte : SIGKILL);  // who asks twice does not want to wait
-      ending |= stops > 1;
+      if (stop == 0) {
+        stop = byte;
+        stop_at = now_ms();
+        kill_all(stop);
+      } else if (now_ms() - stop_at >= kSameWish) {  // who asks again does not want to wait
+        kill_all(SIGKILL);
+        ending = true;
+      }
     }
     for (size_t r = 0; r < ranks.size(); ++r) {
       const bool silent = ranks[r].message.empty();
@@ -242,7 +250,7 @@ int launch(int64_t count, char** argv) {
   }
   close(wake[0]);
   close(wake[1]);
-  return stops > 1 ? 128 + SIGINT : verdict(ranks, order);
+  return verdict(ranks, order, stop);
 }
 
 }  // namespace plumb::cli

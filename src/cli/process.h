@@ -15,8 +15,11 @@ int64_t usable_cores();
 // Whether torchrun, mpirun or srun (or our own launcher) describes a world in the environment.
 bool launched_into_a_world();
 
-// From then on SIGINT and SIGTERM are noted instead of ending the process; a second one ends it at once, unless a
-// launcher of ours stands above (it then decides).
+// From then on SIGINT and SIGTERM are noted instead of ending the process; one that comes a second or more
+// later ends it at once, unless a launcher of ours stands above (it then decides). Sooner ones are the same wish: a
+// terminal, `timeout` and `make` each signal a process and its group.
+inline constexpr int64_t kSameWish = 1'000;  // milliseconds
+int64_t now_ms();  // of a clock that only goes forward; safe in a signal handler
 void note_signals();
 // The signal noted, or 0.
 int noted_signal();
