@@ -51,7 +51,8 @@ void Reducer::start() {
 std::vector<int> Reducer::newcomers() const {
   std::vector<int> result;
   for (size_t i = 0; i < candidates_.size(); ++i) {
-    if (sink_of_[i] < 0 && candidates_[i].second.requires_grad()) result.push_back(static_cast<int>(i));
+    const at::Tensor& parameter = candidates_[i].second;
+    if (sink_of_[i] < 0 && (parameter.requires_grad() || parameter.grad().defined())) result.push_back(static_cast<int>(i));
   }
   return result;
 }
@@ -78,7 +79,9 @@ void Reducer::admit(const std::vector<int>& candidates) {
   place(plan_sinks(sinks_, indices, options_), indices);
 }
 
+// A frozen parameter has no accumulator to hook; it is hooked when it thaws.
 void Reducer::hook(Sink& sink) {
+  if (sink.accumulator || !sink.parameter.requires_grad()) return;
   sink.accumulator = torch::autograd::impl::grad_accumulator(sink.parameter);
   // Hooks cannot be taken off again, and may outlive this object in a graph the user keeps.
   std::weak_ptr<Reducer> weak = weak_from_this();
@@ -116,10 +119,11 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
   ledger_.arrange(names, bucket_of, static_cast<int>(buckets_.size()));
 }
 
-void Reducer::admit_newcomers(const std::vector<Facts>& all, std::vector<bool>& late) {
+void Reducer::admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late) {
   if (all[0].newcomers == 0) return;
   admit(newcomers());
   late.resize(buckets_.size(), true);
+  all = agree(all[0].kind, late);  // now with the newcomers' gradients
 }
 
 // In the order in which gradients became ready on rank 0, counting each parameter when its last one came; parameters

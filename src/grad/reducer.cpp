@@ -70,6 +70,7 @@ void Reducer::open_pass() {
     bucket.launched = bucket.late = false;
     bucket.waiting = 0;
     for (Sink* sink : bucket.sinks) {
+      hook(*sink);
       sink->deliveries = 0;
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
@@ -94,12 +95,16 @@ void Reducer::untangle() {
 
 // The last bucket stays until the backward has ended: its last gradient comes then anyway.
 void Reducer::launch_ready() {
-  while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) reduce(buckets_[next_++]);
+  while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) {
+    Bucket& bucket = buckets_[next_++];
+    if (!bucket.launched) reduce(bucket);
+  }
 }
 
 void Reducer::reduce(Bucket& bucket) {
   at::NoGradGuard no_grad;
   bucket.launched = true;
+  if (fault == Fault::reduce_never && bucket.index == 0) return;
   for (Sink* sink : bucket.sinks) {
     if (sink->grad_in_bucket()) continue;
     try {
@@ -157,7 +162,6 @@ void Reducer::close_synced_pass() {
   try {
     while (next_ < buckets_.size()) {
       Bucket& bucket = buckets_[next_++];
-      if (fault == Fault::reduce_never && bucket.index == 0) continue;
       if (!bucket.launched) reduce(bucket);
     }
     std::vector<bool> late;
@@ -259,7 +263,7 @@ void Reducer::adopt(const std::vector<Facts>& all) {
   for (Sink& sink : sinks_) {
     const auto index = static_cast<size_t>(sink.index);
     const bool used = std::any_of(all.begin(), all.end(),
-                                  [&](const Facts& facts) { return index < facts.used.size() && facts.used[index]; });
+                                  [&](const Facts& facts) { return facts.used[index]; });
     sink.adopt(used);
   }
 }

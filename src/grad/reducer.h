@@ -59,7 +59,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
  private:
   // Members: who is in the buckets.
-  std::vector<int> newcomers() const;  // candidates that require a gradient and have no sink yet
+  std::vector<int> newcomers() const;  // candidates that require or have a gradient, and have no sink yet
   int64_t newcomers_digest() const;
   void admit(const std::vector<int>& candidates);
   void hook(Sink& sink);
@@ -79,7 +79,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   std::vector<Facts> agree(Where::Kind kind, std::vector<bool> late);
   void check_in_step(const std::vector<Facts>& all) const;
   // Takes in parameters that began to require a gradient, on all ranks alike. Their buckets are added to `late`.
-  void admit_newcomers(const std::vector<Facts>& all, std::vector<bool>& late);
+  void admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late);
   void reduce_and_wait(const std::vector<bool>& which, const Where& where);
   void adopt(const std::vector<Facts>& all);
   void throw_if_failed(const std::vector<Facts>& all, bool failure_is_known);

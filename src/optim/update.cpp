@@ -80,7 +80,7 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   const int64_t length = bucket.gradient.numel();
   const bool master = master_weights_ && is_half(like.scalar_type());
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
-  const auto state_options = master ? options.dtype(at::kFloat) : options;
+  const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
   flats.parameter = bucket.parameter = at::zeros({length}, options);
   flats.weight = master ? at::zeros({length}, state_options) : flats.parameter;
   const bool adam = std::holds_alternative<AdamW>(optimizer_);
@@ -99,19 +99,31 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     state.first = place(flats.first);
     state.second = place(flats.second);
 
-    const at::Tensor home = view_in(flats.parameter, sink->slot.offset, sink->parameter);
-    home.copy_(sink->parameter);
-    if (master) {
-      // A parameter the user changed since the last step is the truth; its master follows unless it rounds to it.
-      const at::Tensor rounded = place(flats.parameter);
-      state.weight.copy_(rounded);
-      if (old.weight.defined()) state.weight.copy_(at::where(old.weight.to(rounded.dtype()) == rounded, old.weight, state.weight));
-    }
+    state.home = view_in(flats.parameter, sink->slot.offset, sink->parameter);
+    if (old.weight.defined()) state.weight.copy_(old.weight);
     if (old.first.defined()) state.first.copy_(old.first);
     if (old.second.defined()) state.second.copy_(old.second);
-    sink->parameter.set_data(home);
+    follow_user(*sink, flats);
   }
   return flats;
+}
+
+// The parameter is the truth: one that was assigned new memory moves home, and a master follows a parameter that it does
+// not round to any more.
+void Updater::follow_user(const Sink& sink, const Flats& flats) {
+  State& state = states_[sink.index];
+  at::Tensor parameter = sink.parameter;
+  const bool away = parameter.const_data_ptr() != state.home.const_data_ptr();
+  if (!away && parameter._version() == state.version) return;
+  if (away) {
+    state.home.copy_(parameter);
+    parameter.set_data(state.home);
+  }
+  if (!flats.weight.is_same(flats.parameter)) {
+    const at::Tensor now = flats.parameter.narrow(0, sink.slot.offset, parameter.numel());
+    state.weight.copy_(at::where(state.weight.to(now.dtype()) == now, state.weight, now.to(state.weight.dtype())));
+  }
+  state.version = parameter._version();
 }
 
 void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, Fault fault) {
@@ -119,6 +131,7 @@ void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, F
   for (Bucket& bucket : buckets) {
     if (!std::holds_alternative<NoOptimizer>(optimizer_)) {
       Flats& flats = flats_of(bucket);
+      for (const Sink* sink : bucket.sinks) follow_user(*sink, flats);
       const auto alike = [&](const Sink& a, const Sink& b) {
         return states_[a.index].steps == states_[b.index].steps && (groups_.empty() || values_of(a) == values_of(b));
       };
@@ -132,6 +145,7 @@ void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, F
       ++states_[sink->index].steps;
       // The kernel wrote through the flat tensor; graphs that saved this parameter must learn that it changed.
       sink->parameter.unsafeGetTensorImpl()->bump_version();
+      states_[sink->index].version = sink->parameter._version();
     }
   }
 }
@@ -139,7 +153,9 @@ void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, F
 void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
   const Values values = values_of(*run.first);
   const int64_t steps = states_[run.first->index].steps;
-  const at::Tensor weight = part(flats.weight, run);
+  // Half precision is updated in f32: libtorch's fused SGD for bf16 on the CPU is wrong by percents (seen in 2.13).
+  const at::Tensor stored = part(flats.weight, run);
+  const at::Tensor weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
   const at::Tensor gradient = part(bucket.gradient, run).to(weight.scalar_type());
   const double lr = values.lr * factor;
   if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
@@ -152,7 +168,8 @@ void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, d
     at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,
                     sgd->nesterov, /*maximize=*/false, /*is_first_step=*/steps == 0);
   }
-  if (!flats.weight.is_same(flats.parameter)) part(flats.parameter, run).copy_(weight);
+  const at::Tensor parameter = part(flats.parameter, run);
+  if (!parameter.is_alias_of(weight)) parameter.copy_(weight);
 }
 
 }  // namespace plumb

@@ -32,8 +32,10 @@ class Updater {
   };
   // The optimizer's memory of one parameter: its parts of the flat tensors, and how often it was updated.
   struct State {
+    at::Tensor home;  // where the parameter lies, in its shape
     at::Tensor weight, first, second;
     int64_t steps = 0;
+    uint32_t version = 0;  // of the parameter, after our last update
   };
   // The flat tensors of one bucket. `weight` is what the optimizer updates: the parameters, or their f32 masters.
   struct Flats {
@@ -41,6 +43,7 @@ class Updater {
   };
 
   Flats& flats_of(Bucket& bucket);
+  void follow_user(const Sink& sink, const Flats& flats);
   Values values_of(const Sink& sink) const;
   void update(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
 

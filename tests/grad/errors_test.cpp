@@ -12,6 +12,7 @@ namespace {
 
 using scenarios::Net;
 using testing::AllOf;
+using testing::AnyOf;
 using testing::Each;
 using testing::HasSubstr;
 
@@ -209,6 +210,18 @@ TEST(Engine, SaysSoWhenAHookTakesAGradientAway) {
                 a.sum().backward();
               }),
               Each(AllOf(HasSubstr("'a'"), HasSubstr("a hook took it away"))));
+}
+TEST(Engine, RaisesAsTorchDoesWhenAGraphIsWalkedAfterItsParametersChanged) {
+  EXPECT_THAT(errors(2, [](World world) {
+                torch::nn::Linear one(3, 3), two(3, 3);
+                torch::nn::Sequential model(one, two);
+                Engine engine(world, *model, SGD{});
+                auto loss = model->forward(torch::ones({2, 3})).pow(2).sum();
+                loss.backward({}, true);
+                engine.step();
+                loss.backward();
+              }),
+              Each(AnyOf(HasSubstr("modified by an inplace operation"), HasSubstr("failed on rank"))));
 }
 TEST(Engine, SaysSoWhenStepIsCalledInsideABackward) {
   EXPECT_THAT(errors(1, [](World world) {

@@ -23,7 +23,7 @@ std::string error_of(Fault fault, Held held = Held::no) {
     torch::nn::Linear first(4, 4), second(4, 3);
     torch::nn::Sequential model(first, second);
     Options options;
-    options.bucket_bytes = options.first_bucket_bytes = 100;
+    options.bucket_bytes = options.first_bucket_bytes = 130;  // two parameters each
     Engine engine(world, *model, SGD{}, options);
     try {
       for (int step = 0; step < 3; ++step) {

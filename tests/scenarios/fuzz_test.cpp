@@ -35,7 +35,7 @@ TEST(Fuzz, RandomProgramsEqualTheReference) {
 
 // Programs that once failed, forever.
 TEST(Fuzz, SeedsThatOnceFailedStayRight) {
-  for (const uint64_t seed : std::initializer_list<uint64_t>{1, 2, 3, 4, 5}) {
+  for (const uint64_t seed : std::initializer_list<uint64_t>{1, 2, 3, 344260801, 322518183}) {
     const FuzzCase one = random_case(seed);
     EXPECT_EQ(play(one), "") << tell(one);
   }
