@@ -54,7 +54,8 @@ std::string slurm_host(const Lookup& lookup) {
     const auto list = lookup(name);
     if (!list || list->empty()) continue;
     if (auto node = first_node(*list)) return *node;
-    throw Error(std::string(name) + "=" + *list + ": cannot tell the first node; set MASTER_ADDR to the node of rank 0");
+    throw Error(std::string(name) + "=" + *list +
+                ": cannot tell the first node; set MASTER_ADDR to the node of rank 0");
   }
   return "127.0.0.1";
 }

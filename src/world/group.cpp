@@ -27,8 +27,8 @@ void check_parts(const Group::Impl& group, const char* verb, const at::Tensor& f
   if (full.numel() == shard.numel() * group.size && full.scalar_type() == shard.scalar_type()) return;
   throw Error(group.rank, std::string(verb) + ": a full tensor of " + std::to_string(full.numel()) + " " +
                               c10::toString(full.scalar_type()) + " does not hold " + std::to_string(group.size) +
-                              " shards of " + std::to_string(shard.numel()) + " " +
-                              c10::toString(shard.scalar_type()) + "; pad the shards to one size");
+                              " shards of " + std::to_string(shard.numel()) + " " + c10::toString(shard.scalar_type()) +
+                              "; pad the shards to one size");
 }
 
 // The memory of a contiguous tensor as real numbers.

@@ -147,14 +147,16 @@ std::string choose_backend(const WorldOptions& options, int rank) {
   }
   const std::string name = options.backend.empty() ? (options.device == "cuda" ? "nccl" : "gloo") : options.backend;
   if (name == "local") {
-    throw Error(rank, "backend 'local' is for ranks that are threads of one process (plumb::run_local); processes "
-                      "join by 'gloo' or 'nccl'");
+    throw Error(rank,
+                "backend 'local' is for ranks that are threads of one process (plumb::run_local); processes "
+                "join by 'gloo' or 'nccl'");
   }
   if (name != "gloo" && name != "nccl") {
     throw Error(rank, "backend '" + name + "' is unknown; there are 'gloo' and 'nccl'");
   }
   if (name == "nccl" && options.device == "cpu") {
-    throw Error(rank, "backend 'nccl' carries gradients on 'cuda', and the device is 'cpu'; choose gloo, or that device");
+    throw Error(rank,
+                "backend 'nccl' carries gradients on 'cuda', and the device is 'cpu'; choose gloo, or that device");
   }
   return name;
 }
@@ -185,8 +187,9 @@ World World::join(const WorldOptions& options) {
       throw Error(place.rank, "another process has joined as rank " + std::to_string(place.rank) +
                                   " already; give each process its own rank (or this world its own MASTER_PORT)");
     }
-    impl->watch = std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
-                                          make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
+    impl->watch =
+        std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
+                                make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
     const std::string address = choose_address(*impl->store, place);
     impl->another = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
                      store = impl->store](int number) {
@@ -244,9 +247,9 @@ World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr
     place.rank = impl->rank;
     place.size = impl->size;
     if (const char* host = std::getenv("MASTER_ADDR"); host && *host) place.host = host;
-    impl->control = make_group(make_gloo(impl->store, impl->rank, impl->size, options.timeout,
-                                         choose_address(*impl->store, place), 1)[0],
-                               impl->watch, control_index);
+    impl->control = make_group(
+        make_gloo(impl->store, impl->rank, impl->size, options.timeout, choose_address(*impl->store, place), 1)[0],
+        impl->watch, control_index);
   }
   return World(std::move(impl));
 }

@@ -25,8 +25,8 @@ class LocalWork final : public c10d::Work {
       if (done && exception_) std::rethrow_exception(exception_);
     }
     if (!done) {
-      throw Error(rank_, "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) + " for " +
-                             hub_->missing(number_));
+      throw Error(rank_, "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) +
+                             " for " + hub_->missing(number_));
     }
     return true;
   }
@@ -40,25 +40,37 @@ namespace {
 
 std::string name_of(c10d::OpType op) {
   switch (op) {
-    case c10d::OpType::ALLREDUCE: return "all_reduce";
+    case c10d::OpType::ALLREDUCE:
+      return "all_reduce";
     case c10d::OpType::_REDUCE_SCATTER_BASE:
-    case c10d::OpType::REDUCE_SCATTER: return "reduce_scatter";
+    case c10d::OpType::REDUCE_SCATTER:
+      return "reduce_scatter";
     case c10d::OpType::_ALLGATHER_BASE:
-    case c10d::OpType::ALLGATHER: return "all_gather";
-    case c10d::OpType::BROADCAST: return "broadcast";
-    case c10d::OpType::ALLTOALL_BASE: return "all_to_all";
-    case c10d::OpType::BARRIER: return "barrier";
-    default: return c10d::opTypeToString(op);
+    case c10d::OpType::ALLGATHER:
+      return "all_gather";
+    case c10d::OpType::BROADCAST:
+      return "broadcast";
+    case c10d::OpType::ALLTOALL_BASE:
+      return "all_to_all";
+    case c10d::OpType::BARRIER:
+      return "barrier";
+    default:
+      return c10d::opTypeToString(op);
   }
 }
 
 const char* name_of(c10d::ReduceOp::RedOpType reduction) {
   switch (reduction) {
-    case c10d::ReduceOp::SUM: return "sum";
-    case c10d::ReduceOp::AVG: return "avg";
-    case c10d::ReduceOp::MAX: return "max";
-    case c10d::ReduceOp::MIN: return "min";
-    default: return "other";
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "avg";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    default:
+      return "other";
   }
 }
 
@@ -82,7 +94,8 @@ std::string describe(const LocalCall& call) {
 }
 
 bool agree(const LocalCall& a, const LocalCall& b) {
-  if (a.op != b.op || a.root != b.root || a.reduction != b.reduction || a.inputs.empty() != b.inputs.empty()) return false;
+  if (a.op != b.op || a.root != b.root || a.reduction != b.reduction || a.inputs.empty() != b.inputs.empty())
+    return false;
   if (a.inputs.empty()) return true;
   if (a.inputs[0].scalar_type() != b.inputs[0].scalar_type()) return false;
   return a.op == c10d::OpType::ALLTOALL_BASE || elements(a.inputs) == elements(b.inputs);
@@ -90,11 +103,16 @@ bool agree(const LocalCall& a, const LocalCall& b) {
 
 Reduction reduction_of(const LocalCall& call) {
   switch (call.reduction) {
-    case c10d::ReduceOp::SUM: return Reduction::sum;
-    case c10d::ReduceOp::AVG: return Reduction::average;
-    case c10d::ReduceOp::MAX: return Reduction::maximum;
-    case c10d::ReduceOp::MIN: return Reduction::minimum;
-    default: throw Error("the local backend reduces by sum, avg, max and min only");
+    case c10d::ReduceOp::SUM:
+      return Reduction::sum;
+    case c10d::ReduceOp::AVG:
+      return Reduction::average;
+    case c10d::ReduceOp::MAX:
+      return Reduction::maximum;
+    case c10d::ReduceOp::MIN:
+      return Reduction::minimum;
+    default:
+      throw Error("the local backend reduces by sum, avg, max and min only");
   }
 }
 

@@ -22,8 +22,8 @@ class LocalBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
     if (opts.rootRank < 0 || opts.rootRank >= size_) {
-      throw Error(rank_, "broadcast from rank " + std::to_string(opts.rootRank) + " in a group of " +
-                             std::to_string(size_));
+      throw Error(rank_,
+                  "broadcast from rank " + std::to_string(opts.rootRank) + " in a group of " + std::to_string(size_));
     }
     return start({.op = OpType::BROADCAST, .root = opts.rootRank, .inputs = {one(tensors)}});
   }
@@ -40,8 +40,7 @@ class LocalBackend final : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& opts) override {
     const at::Tensor output = one(outputs);
     same_parts(inputs.at(0), output);
-    return start(
-        {.op = OpType::REDUCE_SCATTER, .reduction = opts.reduceOp, .inputs = inputs[0], .outputs = {output}});
+    return start({.op = OpType::REDUCE_SCATTER, .reduction = opts.reduceOp, .inputs = inputs[0], .outputs = {output}});
   }
 
   c10::intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,

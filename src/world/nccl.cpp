@@ -40,8 +40,9 @@ bool has_nccl() { return false; }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl(const c10::intrusive_ptr<c10d::Store>&, int rank, int, int,
                                             std::chrono::milliseconds) {
-  throw Error(rank, "backend 'nccl' was asked for, and this build has no NCCL; build against a torch with CUDA (and "
-                    "nccl.h on the include path), or choose the gloo backend");
+  throw Error(rank,
+              "backend 'nccl' was asked for, and this build has no NCCL; build against a torch with CUDA (and "
+              "nccl.h on the include path), or choose the gloo backend");
 }
 
 }  // namespace plumb

@@ -32,9 +32,7 @@ Report Report::decode(const std::string& text) {
   return report;
 }
 
-std::string backwards(int64_t count) {
-  return std::to_string(count) + (count == 1 ? " backward" : " backwards");
-}
+std::string backwards(int64_t count) { return std::to_string(count) + (count == 1 ? " backward" : " backwards"); }
 
 std::string describe(const Where& where) {
   std::string text;

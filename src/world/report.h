@@ -33,13 +33,13 @@ struct Ticket {
 struct Report {
   enum class State { running, waiting, failed, left };
   State state = State::running;
-  int64_t beat = 0;                   // renewed while the process lives
-  std::array<int64_t, 2> issued{};    // as in Counters
-  int64_t wait = 0;                   // which wait of this rank; two reports of one wait carry one number
-  Ticket ticket;                      // waiting, or failed in a wait: for what
-  Where where;                        // waiting, failed: in which place
-  int origin = -1;                    // failed: the rank where it began
-  std::string message;                // failed: what() of it
+  int64_t beat = 0;                 // renewed while the process lives
+  std::array<int64_t, 2> issued{};  // as in Counters
+  int64_t wait = 0;                 // which wait of this rank; two reports of one wait carry one number
+  Ticket ticket;                    // waiting, or failed in a wait: for what
+  Where where;                      // waiting, failed: in which place
+  int origin = -1;                  // failed: the rank where it began
+  std::string message;              // failed: what() of it
 
   std::string encode() const;
   static Report decode(const std::string& text);

@@ -88,8 +88,8 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     impl->size = ranks;
     impl->timeout = options.timeout;
     auto counters = std::make_shared<Counters>();
-    impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters,
-                                          make_hall_board(hall, rank, counters));
+    impl->watch =
+        std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters, make_hall_board(hall, rank, counters));
     impl->another = [hubs, rank, watch = impl->watch](int number) {
       return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
                                make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};

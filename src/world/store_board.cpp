@@ -32,8 +32,8 @@ struct Shared {
   std::condition_variable answered;  // for the others
   Report mine;
   std::vector<Board::Heard> heard;
-  int64_t published = 0;       // reports handed in
-  int64_t sent = 0;            // of these, known to be in the store
+  int64_t published = 0;  // reports handed in
+  int64_t sent = 0;       // of these, known to be in the store
   int64_t reads_wanted = 0;
   int64_t reads_done = 0;
   bool stop = false;

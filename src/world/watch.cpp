@@ -13,10 +13,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds patience{2'000};          // for an answer of the board
-constexpr milliseconds evidence_limit{3'000};    // how long a broken connection is looked into
+constexpr milliseconds patience{2'000};        // for an answer of the board
+constexpr milliseconds evidence_limit{3'000};  // how long a broken connection is looked into
 constexpr milliseconds evidence_pause{100};
-constexpr milliseconds silence{1'800};           // a heartbeat missing this long is a process gone
+constexpr milliseconds silence{1'800};  // a heartbeat missing this long is a process gone
 
 std::string seconds(Clock::duration duration) {
   char text[32];
@@ -147,8 +147,11 @@ void Watch::look(Vigil& vigil) {
   if (!heard) {
     const std::string trouble = board_->trouble();
     if (!trouble.empty() && ++vigil.blind_looks > 2) {
-      raise("waits in " + describe(vigil.where) + ", and the store that the ranks met at is gone, with the process that "
-            "hosts it (rank 0, unless the launcher does): " + trouble, vigil.where);
+      raise("waits in " + describe(vigil.where) +
+                ", and the store that the ranks met at is gone, with the process that "
+                "hosts it (rank 0, unless the launcher does): " +
+                trouble,
+            vigil.where);
     }
     return;
   }
@@ -164,9 +167,10 @@ void Watch::look(Vigil& vigil) {
       follow(r, report, vigil.where);
     }
     if (report.state == Report::State::left && absent) {
-      if (seen.left) raise("waits in " + describe(vigil.where) + " for rank " + std::to_string(r) +
-                           ", which has left the world; every rank must take the same steps before its program ends",
-                           vigil.where);
+      if (seen.left)
+        raise("waits in " + describe(vigil.where) + " for rank " + std::to_string(r) +
+                  ", which has left the world; every rank must take the same steps before its program ends",
+              vigil.where);
       seen.left = true;
     }
     if (cross) {
@@ -201,7 +205,8 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
       if (report.state == Report::State::failed) follow(r, report, where);
       if (report.state == Report::State::left) {
         raise("rank " + std::to_string(r) + " left the world while this rank was in " + describe(where) +
-              "; every rank must take the same steps before its program ends [" + text + "]", where);
+                  "; every rank must take the same steps before its program ends [" + text + "]",
+              where);
       }
       if (Clock::now() - changed < silence) continue;
       gone += (gone.empty() ? "" : "; ");
@@ -213,10 +218,14 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
   }
   if (const std::string trouble = board_->trouble(); !trouble.empty()) {
     raise("rank 0 is gone, and with it the store that it hosts (or its launcher): " + trouble + "; this rank was in " +
-          describe(where) + " [" + text + "]", where);
+              describe(where) + " [" + text + "]",
+          where);
   }
-  raise("lost the connection to another rank in " + describe(where) + ", though all still run; look for their errors, "
-        "and check the network between them [" + text + "]", where);
+  raise("lost the connection to another rank in " + describe(where) +
+            ", though all still run; look for their errors, "
+            "and check the network between them [" +
+            text + "]",
+        where);
 }
 
 void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause) {
@@ -226,7 +235,8 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
   if (!heard) {
     const std::string trouble = board_ ? board_->trouble() : "";
     raise(message + ", and not every rank came within the time-out" +
-          (trouble.empty() ? "" : "; rank 0 is gone, and with it the store: " + trouble) + tail, where);
+              (trouble.empty() ? "" : "; rank 0 is gone, and with it the store: " + trouble) + tail,
+          where);
   }
   std::string missing;
   for (int r = 0; r < size_; ++r) {
@@ -248,9 +258,9 @@ void Watch::follow(int other, const Report& report, const Where& where) {
   const std::string text = without_prefix(report.message);
   // The text of an Error begins with the rank already.
   const std::string name = "rank " + std::to_string(other);
-  const Consequence error(rank_, name + " failed: " +
-                                     (text.rfind(name + ": ", 0) == 0 ? text.substr(name.size() + 2) : text) +
-                                     " (this rank was in " + describe(where) + ")");
+  const Consequence error(rank_,
+                          name + " failed: " + (text.rfind(name + ": ", 0) == 0 ? text.substr(name.size() + 2) : text) +
+                              " (this rank was in " + describe(where) + ")");
   fail(error.what(), origin, where);
   throw error;
 }
@@ -282,8 +292,8 @@ void Watch::rethrow() const {
   std::lock_guard lock(mutex_);
   const std::string text = without_prefix(failure_);
   const std::string name = "rank " + std::to_string(rank_) + ": ";
-  throw Consequence(rank_, "an earlier failure ended this world: " +
-                               (text.rfind(name, 0) == 0 ? text.substr(name.size()) : text));
+  throw Consequence(
+      rank_, "an earlier failure ended this world: " + (text.rfind(name, 0) == 0 ? text.substr(name.size()) : text));
 }
 
 void Watch::leave() {

@@ -25,7 +25,7 @@ struct Group::Impl {
   bool native_reduce_scatter = true;
   // The backend moves every dtype; otherwise gathered and broadcast memory travels as bytes.
   bool any_dtype = true;
-  std::mutex issuing;  // one order for the backend's count and ours
+  std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
 
   ~Impl();

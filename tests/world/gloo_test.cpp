@@ -87,8 +87,8 @@ TEST(Gloo, RanksThatWaitForEachOtherInDifferentPlacesAreToldBothPlaces) {
   const auto begin = Clock::now();
   for (auto& rank : ranks) {
     EXPECT_EQ(rank.join(), 3) << rank.output();
-    EXPECT_THAT(rank.output(), AllOf(HasSubstr("is in backward 2 of step 5"), HasSubstr("called step() after 1 backward"),
-                                     HasSubstr("engine.backward(loss)")));
+    EXPECT_THAT(rank.output(), AllOf(HasSubstr("is in backward 2 of step 5"),
+                                     HasSubstr("called step() after 1 backward"), HasSubstr("engine.backward(loss)")));
   }
   EXPECT_LT(seconds_since(begin), 20);  // the time-out is 60 s
 }
@@ -127,16 +127,22 @@ TEST(Gloo, AWorldEndsAtOnceThoughWorkIsPending) {
 
 TEST(Rendezvous, AnUnreachableMasterIsNamedWithinTheTimeOut) {
   const int port = free_port();
-  Process rank("join", {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"},
-                        {"MASTER_PORT", std::to_string(port)}, {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
+  Process rank("join", {{"RANK", "1"},
+                        {"WORLD_SIZE", "2"},
+                        {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(port)},
+                        {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
   EXPECT_EQ(rank.join(), 3) << rank.output();
   EXPECT_THAT(rank.output(), AllOf(HasSubstr("rank 1: cannot reach rank 0 at 127.0.0.1:" + std::to_string(port)),
                                    HasSubstr("MASTER_ADDR")));
 }
 
 TEST(Rendezvous, RanksThatDoNotComeAreNamed) {
-  Process rank("join", {{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "127.0.0.1"},
-                        {"MASTER_PORT", std::to_string(free_port())}, {"PLUMB_TEST_TIMEOUT_MS", "1500"}});
+  Process rank("join", {{"RANK", "0"},
+                        {"WORLD_SIZE", "3"},
+                        {"MASTER_ADDR", "127.0.0.1"},
+                        {"MASTER_PORT", std::to_string(free_port())},
+                        {"PLUMB_TEST_TIMEOUT_MS", "1500"}});
   EXPECT_EQ(rank.join(), 3) << rank.output();
   EXPECT_THAT(rank.output(), HasSubstr("did not hear of rank 1, rank 2"));
 }
@@ -200,8 +206,11 @@ TEST(Gloo, CarriesEveryVerbOverTcpBetweenTwoHosts) {
   std::vector<Process> ranks;
   for (int r = 0; r < 2; ++r) {
     ranks.emplace_back("verbs",
-                       Variables{{"RANK", std::to_string(r)}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"},
-                                 {"MASTER_ADDR", "10.77.0.1"}, {"MASTER_PORT", "29500"}},
+                       Variables{{"RANK", std::to_string(r)},
+                                 {"WORLD_SIZE", "2"},
+                                 {"LOCAL_RANK", "0"},
+                                 {"MASTER_ADDR", "10.77.0.1"},
+                                 {"MASTER_PORT", "29500"}},
                        cable.inside(r));
   }
   for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();

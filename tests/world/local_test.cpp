@@ -10,9 +10,9 @@
 namespace plumb {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using std::chrono::milliseconds;
 
 const Where here{.detail = "a test"};
 

@@ -40,11 +40,13 @@ void verbs(const World& world) {
   for (auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
     at::Tensor tensor = at::full({50'001}, me + 1, dtype);
     group.all_reduce(tensor).wait(where);
-    must(at::equal(tensor, at::full({50'001}, n * (n + 1) / 2, dtype)), std::string("all_reduce ") + c10::toString(dtype));
+    must(at::equal(tensor, at::full({50'001}, n * (n + 1) / 2, dtype)),
+         std::string("all_reduce ") + c10::toString(dtype));
 
     at::Tensor shard = at::empty({1001}, dtype);
     group.reduce_scatter(shard, at::arange(n).repeat_interleave(1001).add(me).to(dtype)).wait(where);
-    must(at::equal(shard, at::full({1001}, n * me + n * (n - 1) / 2, dtype)), std::string("reduce_scatter ") + c10::toString(dtype));
+    must(at::equal(shard, at::full({1001}, n * me + n * (n - 1) / 2, dtype)),
+         std::string("reduce_scatter ") + c10::toString(dtype));
 
     at::Tensor full = at::empty({n * 77}, dtype);
     group.all_gather(full, at::full({77}, me + 5, dtype)).wait(where);
