@@ -1,0 +1,190 @@
+// What a user sees of the engine beyond one model and one loop: rows A2, W4, W5, and lifetimes.
+#include <gtest/gtest.h>
+
+#include <barrier>
+#include <thread>
+
+#include "plumb/plumb.h"
+#include "scenarios/support/models.h"
+
+namespace plumb {
+namespace {
+
+using scenarios::Net;
+using scenarios::Normed;
+
+at::Tensor leaf(std::initializer_list<double> values) { return at::tensor(std::vector<double>(values)).to(at::kFloat).requires_grad_(); }
+
+void expect_close(const at::Tensor& found, std::initializer_list<double> expected) {
+  const at::Tensor want = at::tensor(std::vector<double>(expected)).to(at::kFloat);
+  EXPECT_TRUE(at::allclose(found.detach(), want, 1e-5, 1e-6)) << found << "\nexpected " << want;
+}
+
+TEST(NoSync, PutsNothingOnTheWire) {
+  std::barrier together(2);
+  run_local(2, [&](World world) {
+    auto weight = leaf({1, 2});
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
+    auto held = [&] {
+      auto guard = engine.no_sync();
+      for (int i = 0; i < 3; ++i) (weight * (world.rank() + 1)).sum().backward();
+    };
+    // Rank 1 begins only when rank 0 is through with its own: a single byte asked of rank 1 would keep rank 0 waiting.
+    if (world.rank() == 0) held();
+    together.arrive_and_wait();
+    if (world.rank() == 1) held();
+    EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, 3.0 * (world.rank() + 1))));
+    engine.step();
+    expect_close(weight, {1 - 4.5, 2 - 4.5});
+  });
+}
+
+TEST(Engines, TwoInOneProcessTrainAGan) {
+  // Each loss reaches the parameters of both; only its own engine steps.
+  auto train = [](at::Tensor& g, at::Tensor& d, int rank, int size, const std::function<void(at::Tensor)>& backward, const std::function<void(bool)>& step) {
+    for (int round = 0; round < 3; ++round) {
+      const double noise = 0.1 * (rank + 1) + round;
+      for (const bool generator : {false, true}) {
+        auto fake = (g * noise).tanh();
+        auto loss = ((d * fake).sum() * (generator ? 1.0 : -1.0) + (d * noise).pow(2).sum()) / size;
+        backward(loss);
+        step(generator);
+      }
+    }
+  };
+  for (int ranks : {1, 2, 3}) {
+    run_local(ranks, [&](World world) {
+      auto g = leaf({0.3, -0.2, 0.7}), d = leaf({0.5, 0.1, -0.4});
+      Engine generator(world, NamedTensors{{"g", g}}, {}, SGD{.lr = 0.1}), discriminator(world, NamedTensors{{"d", d}}, {}, SGD{.lr = 0.1});
+      train(g, d, world.rank(), 1, [](at::Tensor loss) { loss.backward(); }, [&](bool turn) {
+        // The other's gradient is dropped, but its backwards were run: both settle.
+        if (turn) discriminator.zero_grad(); else generator.zero_grad();
+        generator.step();
+        discriminator.step();
+        generator.zero_grad();
+        discriminator.zero_grad();
+      });
+      // One process: all ranks' losses summed, each weighted 1/N.
+      auto rg = leaf({0.3, -0.2, 0.7}), rd = leaf({0.5, 0.1, -0.4});
+      for (int round = 0; round < 3; ++round) {
+        for (const bool turn : {false, true}) {
+          at::Tensor total = at::zeros({});
+          for (int rank = 0; rank < ranks; ++rank) {
+            const double noise = 0.1 * (rank + 1) + round;
+            auto fake = (rg * noise).tanh();
+            total = total + ((rd * fake).sum() * (turn ? 1.0 : -1.0) + (rd * noise).pow(2).sum()) / ranks;
+          }
+          rg.mutable_grad().reset();
+          rd.mutable_grad().reset();
+          total.backward();
+          at::NoGradGuard no_grad;
+          if (turn) rg -= 0.1 * rg.grad(); else rd -= 0.1 * rd.grad();
+        }
+      }
+      EXPECT_TRUE(at::allclose(g.detach(), rg.detach(), 1e-4, 1e-6)) << ranks << "\n" << g << rg;
+      EXPECT_TRUE(at::allclose(d.detach(), rd.detach(), 1e-4, 1e-6)) << ranks << "\n" << d << rd;
+    });
+  }
+}
+
+TEST(Buffers, AreRankZerosAfterConstructionAndAfterEveryStep) {
+  std::vector<at::Tensor> means(3), counts(3);
+  std::vector<at::Tensor> firsts(3);
+  run_local(3, [&](World world) {
+    Normed model;
+    model.norm->running_mean.fill_(world.rank());
+    Engine engine(world, model, SGD{.lr = 0.1});
+    firsts[world.rank()] = model.norm->running_mean.clone();
+    for (int step = 0; step < 2; ++step) {
+      model.loss(at::full({4, 6}, world.rank() + 1.0) + at::arange(6.0)).backward();
+      engine.step();
+      engine.zero_grad();
+    }
+    means[world.rank()] = model.norm->running_mean.clone();
+    counts[world.rank()] = model.norm->num_batches_tracked.clone();
+  });
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_TRUE(at::equal(firsts[rank], at::zeros({8})));
+    EXPECT_TRUE(at::equal(means[rank], means[0]));
+    EXPECT_EQ(counts[rank].item<int64_t>(), 2);
+  }
+  EXPECT_GT(means[0].abs().max().item<double>(), 0);
+}
+
+TEST(Parameters, AreRankZerosAfterConstruction) {
+  run_local(3, [&](World world) {
+    auto weight = leaf({1.0 + world.rank(), 5});
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{});
+    expect_close(weight, {1, 5});
+  });
+}
+
+TEST(Engine, WithoutAnOptimizerServesTheUsersOwn) {
+  run_local(2, [&](World world) {
+    auto weight = leaf({1, 2});
+    Engine engine(world, NamedTensors{{"w", weight}}, {});
+    torch::optim::Adam optimizer({weight}, torch::optim::AdamOptions(0.5));
+    (weight * (world.rank() * 2 + 1)).sum().backward();
+    expect_close(weight.grad(), {2, 2});
+    engine.step();
+    optimizer.step();
+    expect_close(weight, {0.5, 1.5});
+  });
+}
+
+TEST(Engine, LeavesAUsableModelBehind) {
+  run_local(2, [&](World world) {
+    auto weight = leaf({1, 2});
+    at::Tensor kept;
+    {
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
+      kept = (weight * 3).sum();
+      kept.backward({}, true);
+      engine.step();
+    }
+    weight.mutable_grad().reset();
+    kept.backward();
+    (weight * (world.rank() + 1)).sum().backward();  // this rank's alone, nobody reduces it
+    EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, 4.0 + world.rank())));
+    expect_close(weight, {-2, -1});
+  });
+}
+
+TEST(Engine, TakesBackwardsFromSeveralThreadsAtOnce) {
+  for (int ranks : {1, 2}) {
+    run_local(ranks, [&](World world) {
+      auto weight = at::zeros({64, 64}).requires_grad_();
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
+      constexpr int kThreads = 3, kEach = 20;
+      {
+        // Threads overlap differently on each rank; held backwards are counted, not reduced, one by one.
+        auto guard = engine.no_sync();
+        engine.backward(weight.sum() * 0);  // one pass is open from here on
+        std::vector<std::thread> threads;
+        for (int t = 0; t < kThreads; ++t) {
+          threads.emplace_back([&] {
+            for (int i = 0; i < kEach; ++i) (weight * 1.0).sum().backward();
+          });
+        }
+        for (auto& thread : threads) thread.join();
+      }
+      EXPECT_TRUE(at::allclose(weight.grad(), at::full({64, 64}, 1.0 * kThreads * kEach)));
+    });
+  }
+}
+
+TEST(Engine, ReportsTheNormBeforeClipping) {
+  run_local(2, [&](World world) {
+    auto weight = leaf({0, 0});
+    Options options;
+    options.clip_norm = 1.0;
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, options);
+    (weight * at::tensor({6.0, 8.0}).to(at::kFloat) * (world.rank() == 0 ? 2.0 : 0.0)).sum().backward();
+    const StepInfo info = engine.step();
+    EXPECT_NEAR(info.grad_norm.item<double>(), 10.0, 1e-5);
+    expect_close(weight, {-0.6, -0.8});
+  });
+}
+
+}  // namespace
+}  // namespace plumb
