@@ -4,6 +4,7 @@
 #include <barrier>
 #include <thread>
 
+#include "engine/impl.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -171,6 +172,21 @@ TEST(Engine, TakesBackwardsFromSeveralThreadsAtOnce) {
       EXPECT_TRUE(at::allclose(weight.grad(), at::full({64, 64}, 1.0 * kThreads * kEach)));
     });
   }
+}
+
+TEST(Pass, IsOneHoweverManyBackwardsRunInsideTheBackward) {
+  run_local(2, [&](World world) {
+    Net net;
+    Engine engine(world, net, SGD{});
+    const scenarios::Checkpoint::Body middle = [&](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const auto h = torch::tanh(net.body->forward(at::ones({2, 6})));
+    net.left->forward(scenarios::checkpoint(middle, scenarios::checkpoint(middle, h))).sum().backward();
+    EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 1);
+    net.loss(at::ones({2, 6})).backward();
+    EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 2);
+    torch::autograd::grad({net.loss(at::ones({2, 6}))}, {net.body->weight});
+    EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 2) << "autograd::grad is no pass";
+  });
 }
 
 TEST(Engine, ReportsTheNormBeforeClipping) {
