@@ -13,7 +13,9 @@ int main() try {
 
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(8, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
-  plumb::Engine engine(world, *model, plumb::AdamW{.lr = 1e-2}, {.clip_norm = 1.0});
+  plumb::Options options;
+  options.clip_norm = 1.0;
+  plumb::Engine engine(world, *model, plumb::AdamW{.lr = 1e-2}, options);
 
   torch::manual_seed(1 + world.rank());
   constexpr int kMicro = 4;
@@ -21,7 +23,7 @@ int main() try {
     double sum = 0.0;
     for (int i = 0; i < kMicro; ++i) {
       const auto x = torch::randn({16, 8});
-      const auto loss = torch::mse_loss(model->forward(x), x.pow(2).sum(1, /*keepdim=*/true)) / kMicro;
+      const auto loss = torch::mse_loss(model->forward(x), torch::tanh(x.sum(1, /*keepdim=*/true))) / kMicro;
       if (i + 1 < kMicro) {
         const auto local = engine.no_sync();
         loss.backward();

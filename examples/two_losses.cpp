@@ -29,7 +29,7 @@ int main() try {
     const auto x = torch::randn({64, 8});
     const auto features = torch::tanh(model.trunk(x));
 
-    const auto regression = torch::mse_loss(model.size(features).squeeze(1), x.pow(2).sum(1));
+    const auto regression = torch::mse_loss(model.size(features).squeeze(1), torch::tanh(x.sum(1)));
     const auto classification =
         torch::nn::functional::cross_entropy(model.sign(features), (x.sum(1) > 0).to(torch::kLong));
 

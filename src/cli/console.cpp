@@ -24,9 +24,12 @@ int columns() {
 std::string visible(const std::string& text) {
   std::string out;
   for (const char c : text) {
-    if (c == '\n') out += "⏎";
-    else if (static_cast<unsigned char>(c) < 32 || c == 127) out += ' ';
-    else out += c;
+    if (c == '\n')
+      out += "⏎";
+    else if (static_cast<unsigned char>(c) < 32 || c == 127)
+      out += ' ';
+    else
+      out += c;
   }
   return out;
 }
@@ -92,11 +95,11 @@ void Console::end(const nlohmann::ordered_json& s) {
   }
   if (terminal_ && !quiet_) std::printf("\r\x1b[K");
   const auto ranks = s["ranks"].get<int64_t>();
-  std::printf("\n%s %s steps in %s on %lld %s (%s, %s, %s): %s\n", s["stopped"].get<bool>() ? "stopped after" : "trained",
-              report::human_count(s["steps"]).c_str(), report::human_time(s["seconds"]).c_str(),
-              static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks", s["strategy"].get<std::string>().c_str(),
-              s["backend"].get<std::string>().c_str(), s["dtype"].get<std::string>().c_str(),
-              s["task"].get<std::string>().c_str());
+  std::printf("\n%s %s steps in %s on %lld %s (%s, %s, %s): %s\n",
+              s["stopped"].get<bool>() ? "stopped after" : "trained", report::human_count(s["steps"]).c_str(),
+              report::human_time(s["seconds"]).c_str(), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks",
+              s["strategy"].get<std::string>().c_str(), s["backend"].get<std::string>().c_str(),
+              s["dtype"].get<std::string>().c_str(), s["task"].get<std::string>().c_str());
   char text[160];
   std::snprintf(text, sizeof(text), "%.5f, from %.5f at the first step", number(s["loss"]), number(s["first_loss"]));
   row("loss", text);

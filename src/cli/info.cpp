@@ -18,9 +18,7 @@ namespace plumb::cli {
 namespace {
 
 // Whether libtorch, as loaded, carries NCCL: asked of the loader, so that one program serves every wheel.
-bool has_nccl() {
-  return torch::cuda::is_available() && dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
-}
+bool has_nccl() { return torch::cuda::is_available() && dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr; }
 
 }  // namespace
 

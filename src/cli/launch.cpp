@@ -31,8 +31,8 @@ using std::chrono::seconds;
 
 struct Rank {
   pid_t pid = 0;
-  int errors = -1;       // read end of its pipe; -1 once closed
-  std::string message;   // what it wrote there
+  int errors = -1;      // read end of its pipe; -1 once closed
+  std::string message;  // what it wrote there
   bool ended = false;
   int status = 0;        // of waitpid
   bool accused = false;  // failed before we ended anybody
@@ -63,11 +63,13 @@ int free_port() {
 Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
-  std::vector<std::string> set = {
-      "RANK=" + std::to_string(rank),           "WORLD_SIZE=" + std::to_string(ranks),
-      "LOCAL_RANK=" + std::to_string(rank),     "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
-      "MASTER_ADDR=127.0.0.1",                  "MASTER_PORT=" + std::to_string(port),
-      std::string(kErrorFd) + "=" + std::to_string(ends[1])};
+  std::vector<std::string> set = {"RANK=" + std::to_string(rank),
+                                  "WORLD_SIZE=" + std::to_string(ranks),
+                                  "LOCAL_RANK=" + std::to_string(rank),
+                                  "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
+                                  "MASTER_ADDR=127.0.0.1",
+                                  "MASTER_PORT=" + std::to_string(port),
+                                  std::string(kErrorFd) + "=" + std::to_string(ends[1])};
   std::vector<char*> environment;
   for (char** old = environ; *old; ++old) {
     const std::string name(*old, std::strcspn(*old, "=") + 1);
@@ -169,7 +171,7 @@ int launch(int64_t count, char** argv) {
   if (pipe2(wake, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   static int wake_write;
   wake_write = wake[1];
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = [](int signal) {
     const int saved = errno;
     const char byte = static_cast<char>(signal);
@@ -197,7 +199,7 @@ int launch(int64_t count, char** argv) {
 
   constexpr auto kGrace = seconds(5);
   auto deadline = Clock::time_point::max();  // when the remaining ranks are ended
-  int stop = 0;  // the signal that asked us to
+  int stop = 0;                              // the signal that asked us to
   int64_t stop_at = 0;
   bool ending = false;
   for (size_t living = ranks.size(); living > 0;) {
@@ -207,8 +209,9 @@ int launch(int64_t count, char** argv) {
     }
     int wait = -1;
     if (deadline != Clock::time_point::max()) {
-      wait = std::max<int>(0, static_cast<int>(
-          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1));
+      wait = std::max<int>(
+          0,
+          static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1));
     }
     poll(watched.data(), watched.size(), wait);
 

@@ -91,8 +91,7 @@ std::unique_ptr<model::Task> make_task(const Settings& s) {
 }
 
 void use_threads(const Settings& s, int64_t local_ranks) {
-  at::set_num_threads(static_cast<int>(s.threads > 0 ? s.threads
-                                                     : std::max<int64_t>(1, usable_cores() / local_ranks)));
+  at::set_num_threads(static_cast<int>(s.threads > 0 ? s.threads : std::max<int64_t>(1, usable_cores() / local_ranks)));
 }
 
 int run_train(const std::vector<std::string>& words, char** argv) {
@@ -108,7 +107,8 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   const bool is_rank = error_fd() >= 0;  // started by our own launcher
   const bool joins = is_rank || (s.ranks == 0 && launched_into_a_world());
   if (joins && s.backend == "local") {
-    throw UsageError("--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");
+    throw UsageError(
+        "--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");
   }
   const int64_t ranks = std::max<int64_t>(1, s.ranks);
   if (!joins) check_batch(s, ranks);
@@ -118,11 +118,14 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   note_signals();
   if (!joins && s.backend == "local") {
     int code = 0;
-    run_local(static_cast<int>(ranks), [&](World world) {
-      use_threads(s, ranks);
-      const int mine = train(world, s, *task);
-      if (world.rank() == 0) code = mine;
-    }, world_options(s));
+    run_local(
+        static_cast<int>(ranks),
+        [&](World world) {
+          use_threads(s, ranks);
+          const int mine = train(world, s, *task);
+          if (world.rank() == 0) code = mine;
+        },
+        world_options(s));
     return code;
   }
   const char* local = std::getenv("LOCAL_WORLD_SIZE");

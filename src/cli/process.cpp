@@ -59,7 +59,7 @@ int64_t now_ms() {
 
 void note_signals() {
   error_fd();  // reads the environment now: a signal handler must not
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = note;
   action.sa_flags = SA_RESTART;
   sigaction(SIGINT, &action, nullptr);

@@ -19,7 +19,7 @@ bool launched_into_a_world();
 // later ends it at once, unless a launcher of ours stands above (it then decides). Sooner ones are the same wish: a
 // terminal, `timeout` and `make` each signal a process and its group.
 inline constexpr int64_t kSameWish = 1'000;  // milliseconds
-int64_t now_ms();  // of a clock that only goes forward; safe in a signal handler
+int64_t now_ms();                            // of a clock that only goes forward; safe in a signal handler
 void note_signals();
 // The signal noted, or 0.
 int noted_signal();

@@ -63,9 +63,14 @@ void check(const Settings& s) {
   at_most("bucket-mb", s.bucket_mb, 1e6);
   at_least<int64_t>("threads", s.threads, 0);
   at_most<int64_t>("threads", s.threads, 1024);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers}, {"heads", s.heads},
-           {"width", s.width}, {"context", s.context}, {"steps", s.steps}, {"batch", s.batch},
-           {"accumulate", s.accumulate}, {"digits", s.digits}}) {
+  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers},
+                                                                  {"heads", s.heads},
+                                                                  {"width", s.width},
+                                                                  {"context", s.context},
+                                                                  {"steps", s.steps},
+                                                                  {"batch", s.batch},
+                                                                  {"accumulate", s.accumulate},
+                                                                  {"digits", s.digits}}) {
     at_least<int64_t>(flag, value, 1);
   }
   at_most<int64_t>("digits", s.digits, 9);
@@ -108,7 +113,8 @@ Settings read_settings(const std::vector<std::string>& words, bool& help) {
     if (auto* const* on = std::get_if<bool*>(&flag.target)) {
       options[flag.name] = app.add_flag("--" + flag.name, **on);
     } else {
-      options[flag.name] = app.add_option("--" + flag.name, text[flag.name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+      options[flag.name] =
+          app.add_option("--" + flag.name, text[flag.name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
     }
   }
   try {
@@ -155,7 +161,8 @@ std::string train_help() {
   std::ostringstream text;
   text << "Usage: plumb train [flags]\n\n"
           "Trains a small model, data-parallel. Without --data it learns integer addition from examples made on the\n"
-          "fly. Under torchrun --no-python, mpirun or srun it takes part in their world; otherwise --ranks starts one.\n";
+          "fly. Under torchrun --no-python, mpirun or srun it takes part in their world; otherwise --ranks starts "
+          "one.\n";
   std::string group;
   for (const Flag& flag : flags(defaults)) {
     if (flag.group != group) text << "\n" << (group = flag.group) << "\n";

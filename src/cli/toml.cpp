@@ -1,6 +1,6 @@
 // Settings from a TOML file: the flags' names as keys, every complaint with the line it is about.
-#include <sstream>
 #include <toml++/toml.h>
+#include <sstream>
 
 #include <algorithm>
 #include <filesystem>

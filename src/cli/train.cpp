@@ -36,11 +36,11 @@ Options engine_options(const Settings& s) {
   options.clip_norm = s.clip > 0 ? s.clip : std::numeric_limits<double>::infinity();
   options.schedule = {.warmup = s.warmup, .total = s.steps, .floor = 0.1};
   // Biases and norms are not pulled towards zero.
-  options.groups = {{.match = [](const std::string& name) {
-                       return name.ends_with(".bias") || name.find("norm") != std::string::npos;
-                     },
-                     .lr = {},
-                     .weight_decay = 0.0}};
+  options.groups = {
+      {.match =
+           [](const std::string& name) { return name.ends_with(".bias") || name.find("norm") != std::string::npos; },
+       .lr = {},
+       .weight_decay = 0.0}};
   return options;
 }
 
@@ -54,7 +54,8 @@ struct Shared {
 Shared share(const World& world, double loss, int64_t step) {
   const int64_t mine[] = {std::bit_cast<int64_t>(loss), noted_signal(), rss_bytes()};
   Shared all;
-  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "loss"})) {
+  for (const auto& theirs :
+       exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "loss"})) {
     all.loss += std::bit_cast<double>(theirs[0]) / world.size();
     all.signal = std::max(all.signal, static_cast<int>(theirs[1]));
     all.rss_bytes.push_back(theirs[2]);
@@ -63,12 +64,14 @@ Shared share(const World& world, double loss, int64_t step) {
 }
 
 // The questions are dealt out evenly, so that every rank asks the same number.
-model::Score evaluate(const World& world, const model::Task& task, model::Gpt& model, int64_t questions, int64_t samples, int64_t step) {
+model::Score evaluate(const World& world, const model::Task& task, model::Gpt& model, int64_t questions,
+                      int64_t samples, int64_t step) {
   const int64_t each = std::max<int64_t>(1, questions / world.size());
   model::Score score = task.evaluate(model, each * world.rank(), each, std::min(samples, each));
   const int64_t mine[] = {score.asked, score.right};
   score.asked = score.right = 0;
-  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
+  for (const auto& theirs :
+       exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
     score.asked += theirs[0];
     score.right += theirs[1];
   }
@@ -77,7 +80,9 @@ model::Score evaluate(const World& world, const model::Task& task, model::Gpt& m
 
 double ratio(const model::Score& score) { return static_cast<double>(score.right) / static_cast<double>(score.asked); }
 
-model::Batch to(const model::Batch& batch, const at::Device& device) { return {batch.input.to(device), batch.target.to(device)}; }
+model::Batch to(const model::Batch& batch, const at::Device& device) {
+  return {batch.input.to(device), batch.target.to(device)};
+}
 
 nlohmann::ordered_json or_null(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
@@ -88,9 +93,13 @@ nlohmann::ordered_json or_null(double value) {
 int train(const World& world, const Settings& s, const model::Task& task) {
   const int ranks = world.size();
   check_batch(s, ranks);
-  const at::Device device = s.device == "cuda" ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
-                                               : at::Device(at::kCPU);
-  model::Gpt model(model::GptSize{.layers = s.layers, .heads = s.heads, .width = s.width, .context = s.context,
+  const at::Device device = s.device == "cuda"
+                                ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
+                                : at::Device(at::kCPU);
+  model::Gpt model(model::GptSize{.layers = s.layers,
+                                  .heads = s.heads,
+                                  .width = s.width,
+                                  .context = s.context,
                                   .vocabulary = task.vocabulary()},
                    static_cast<uint64_t>(s.seed));
   model->to(device, s.dtype == "bf16" ? at::kBFloat16 : at::kFloat);
@@ -101,8 +110,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   Console console(s, world.rank() == 0);
   report::Folder folder(world.rank() == 0 ? s.out : "");
   console.begin("gpt with " + report::human_count(params) + " parameters learns " + task.name() + " on " +
-                std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " +
-                world.backend() + ", " + s.dtype + ")");
+                std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " + world.backend() +
+                ", " + s.dtype + ")");
 
   const int64_t micro = s.batch / (ranks * s.accumulate);  // samples
   const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
@@ -114,7 +123,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     double loss_sum = 0.0;
     for (int64_t i = 0; i < s.accumulate; ++i) {
       const int64_t first = (world.rank() * s.accumulate + i) * micro;
-      const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
+      const auto loss =
+          model::loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
       if (i + 1 < s.accumulate) {
         const auto quiet = engine.no_sync();
         loss.backward();
@@ -149,38 +159,40 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   if (signal == 0) steps.back().accuracy = ratio(score);
   const int64_t mine[] = {peak_rss_bytes()};
   std::vector<int64_t> peaks;
-  for (const auto& theirs : exchange(world, mine, {.kind = Where::Kind::step, .step = s.steps, .pass = 0, .detail = "memory"})) {
+  for (const auto& theirs :
+       exchange(world, mine, {.kind = Where::Kind::step, .step = s.steps, .pass = 0, .detail = "memory"})) {
     peaks.push_back(theirs[0]);
   }
   if (world.rank() == 0) {
     std::vector<double> ms;
     for (const auto& step : steps) ms.push_back(step.ms);
     const double median = report::median(ms);
-    nlohmann::ordered_json summary = {
-        {"steps", static_cast<int64_t>(steps.size())},
-        {"loss", or_null(steps.back().loss)},
-        {"ranks", ranks},
-        {"strategy", s.strategy},
-        {"model_digest", model_digest(*model)},
-        {"step_ms_median", median},
-        {"peak_rss_bytes", peaks},
-        {"accuracy", ratio(score)},
-        {"asked", score.asked},
-        {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
-        {"backend", world.backend()},
-        {"device", s.device},
-        {"dtype", s.dtype},
-        {"params", params},
-        {"task", task.name()},
-        {"held_out", task.held_out()},
-        {"first_loss", or_null(steps.front().loss)},
-        {"seconds", seconds},
-        {"stopped", signal != 0},
-        {"settings", to_json(s)},
-        {"samples", nlohmann::ordered_json::array()}};
+    nlohmann::ordered_json summary = {{"steps", static_cast<int64_t>(steps.size())},
+                                      {"loss", or_null(steps.back().loss)},
+                                      {"ranks", ranks},
+                                      {"strategy", s.strategy},
+                                      {"model_digest", model_digest(*model)},
+                                      {"step_ms_median", median},
+                                      {"peak_rss_bytes", peaks},
+                                      {"accuracy", ratio(score)},
+                                      {"asked", score.asked},
+                                      {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
+                                      {"backend", world.backend()},
+                                      {"device", s.device},
+                                      {"dtype", s.dtype},
+                                      {"params", params},
+                                      {"task", task.name()},
+                                      {"held_out", task.held_out()},
+                                      {"first_loss", or_null(steps.front().loss)},
+                                      {"seconds", seconds},
+                                      {"stopped", signal != 0},
+                                      {"settings", to_json(s)},
+                                      {"samples", nlohmann::ordered_json::array()}};
     for (const model::Sample& sample : score.samples) {
-      summary["samples"].push_back({{"prompt", sample.prompt}, {"output", sample.output},
-                                    {"expected", sample.expected}, {"right", sample.right}});
+      summary["samples"].push_back({{"prompt", sample.prompt},
+                                    {"output", sample.output},
+                                    {"expected", sample.expected},
+                                    {"right", sample.right}});
     }
     folder.finish(steps, summary);
     console.end(summary);

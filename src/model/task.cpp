@@ -3,7 +3,6 @@
 
 #include <torch/torch.h>
 
-
 namespace plumb::model {
 
 at::Tensor loss_of(Gpt& model, const Batch& batch) {

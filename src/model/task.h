@@ -33,10 +33,10 @@ class Task {
  public:
   virtual ~Task() = default;
 
-  virtual std::string name() const = 0;           // "addition of 3-digit numbers"
-  virtual std::string held_out() const = 0;       // what accuracy counts: "held-out sums"
+  virtual std::string name() const = 0;      // "addition of 3-digit numbers"
+  virtual std::string held_out() const = 0;  // what accuracy counts: "held-out sums"
   virtual int64_t vocabulary() const = 0;
-  virtual int64_t length() const = 0;             // tokens the model reads per sample
+  virtual int64_t length() const = 0;  // tokens the model reads per sample
 
   // Samples [first, first + count) of the global batch of `step`: a pure function of the seed, the step and the
   // sample's number, so that any number of ranks sees the same batch. Every sample counts the same number of tokens.

@@ -28,7 +28,7 @@ Text::Text(const std::string& path, int64_t context, uint64_t seed) : path_(path
   train_ = size - std::max(size / 10, context + 1);
   if (train_ < context + 1) {
     throw Error("data file '" + path + "' has " + std::to_string(size) + " bytes; --context " +
-                     std::to_string(context) + " needs at least " + std::to_string(2 * (context + 1)));
+                std::to_string(context) + " needs at least " + std::to_string(2 * (context + 1)));
   }
 }
 
@@ -46,8 +46,8 @@ Batch Text::batch(int64_t step, int64_t first, int64_t count) const {
   std::vector<int64_t> starts;
   const auto choices = static_cast<uint64_t>(train_ - context_);
   for (int64_t i = first; i < first + count; ++i) {
-    starts.push_back(static_cast<int64_t>(
-        mix(seed_, static_cast<uint64_t>(step), static_cast<uint64_t>(i), 0) % choices));
+    starts.push_back(
+        static_cast<int64_t>(mix(seed_, static_cast<uint64_t>(step), static_cast<uint64_t>(i), 0) % choices));
   }
   return windows(starts);
 }
@@ -79,8 +79,8 @@ Score Text::evaluate(Gpt& model, int64_t first, int64_t count, int64_t samples) 
     std::string output;
     for (int64_t j = 0; j < kLength; ++j) output += static_cast<char>(said[i][j].item<int64_t>());
     const auto start = static_cast<size_t>(starts[i]);
-    Sample sample{.prompt = bytes_.substr(start, prompt), .output = output,
-                  .expected = bytes_.substr(start + prompt, kLength)};
+    Sample sample{
+        .prompt = bytes_.substr(start, prompt), .output = output, .expected = bytes_.substr(start + prompt, kLength)};
     sample.right = sample.output == sample.expected;
     score.samples.push_back(sample);
   }

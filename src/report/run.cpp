@@ -21,9 +21,12 @@ std::string format(const char* pattern, Values... values) {
 }  // namespace
 
 nlohmann::ordered_json to_json(const Step& s) {
-  nlohmann::ordered_json json = {{"step", s.step}, {"loss", s.loss},
-                                 {"grad_norm", s.grad_norm}, {"lr", s.lr},
-                                 {"ms", s.ms}, {"tokens_per_s", s.tokens_per_s},
+  nlohmann::ordered_json json = {{"step", s.step},
+                                 {"loss", s.loss},
+                                 {"grad_norm", s.grad_norm},
+                                 {"lr", s.lr},
+                                 {"ms", s.ms},
+                                 {"tokens_per_s", s.tokens_per_s},
                                  {"rss_bytes", s.rss_bytes}};
   if (s.accuracy) json["accuracy"] = *s.accuracy;
   return json;

@@ -11,13 +11,13 @@
 namespace plumb::report {
 
 struct Step {
-  int64_t step = 0;  // from 1
-  double loss = 0.0;  // mean over the global batch
+  int64_t step = 0;        // from 1
+  double loss = 0.0;       // mean over the global batch
   double grad_norm = 0.0;  // before clipping
   double lr = 0.0;
   double ms = 0.0;
   double tokens_per_s = 0.0;
-  std::vector<int64_t> rss_bytes;   // per rank
+  std::vector<int64_t> rss_bytes;  // per rank
   std::optional<double> accuracy;  // where it was measured after this step
 };
 

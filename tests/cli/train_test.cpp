@@ -123,7 +123,8 @@ TEST(Train, LearnsTheBytesOfAFile) {
 
 TEST(Train, TakesSettingsFromAFileAndFlagsWin) {
   const Scratch scratch;
-  const std::string file = scratch.write("run.toml",
+  const std::string file = scratch.write(
+      "run.toml",
       "layers = 1\nheads = 2\nwidth = 16\nbatch = 8\nsteps = 9\nlr = 1\nthreads = 1\njson = true\nranks = 2\n"
       "backend = \"local\"\n");
   const Result result = run({"train", "--steps", "3", "--lr", "0.5", "--config", file});

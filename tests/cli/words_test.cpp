@@ -35,10 +35,11 @@ TEST(Words, HelpFitsAScreen) {
 TEST(Words, TrainHelpNamesEveryFlag) {
   const Result result = run({"train", "--help"});
   EXPECT_EQ(result.code, 0);
-  for (const char* flag : {"--ranks", "--strategy", "--model", "--layers", "--heads", "--width", "--context", "--steps",
-                           "--batch", "--accumulate", "--dtype", "--lr", "--warmup", "--weight-decay", "--clip", "--seed",
-                           "--device", "--backend", "--timeout", "--bucket-mb", "--data", "--out", "--config", "--json",
-                           "--threads", "--quiet"}) {
+  for (const char* flag :
+       {"--ranks", "--strategy", "--model",      "--layers",  "--heads",   "--width",     "--context",
+        "--steps", "--batch",    "--accumulate", "--dtype",   "--lr",      "--warmup",    "--weight-decay",
+        "--clip",  "--seed",     "--device",     "--backend", "--timeout", "--bucket-mb", "--data",
+        "--out",   "--config",   "--json",       "--threads", "--quiet"}) {
     EXPECT_THAT(result.out, HasSubstr(flag));
   }
 }
@@ -52,7 +53,8 @@ TEST(Words, VersionIsOneLine) {
 
 TEST(Words, InfoSpeaksJson) {
   const auto info = run({"info", "--json"}).last();
-  for (const char* key : {"plumb", "torch", "devices", "backends", "strategies"}) EXPECT_TRUE(info.contains(key)) << key;
+  for (const char* key : {"plumb", "torch", "devices", "backends", "strategies"})
+    EXPECT_TRUE(info.contains(key)) << key;
   EXPECT_THAT(run({"info"}).out, AllOf(HasSubstr("torch"), HasSubstr("gloo")));
 }
 
@@ -95,7 +97,9 @@ TEST(Words, ABatchThatDoesNotDivideIsToldWhichWould) {
 TEST(Words, ADataFileMustBeThereAndBeText) {
   const Scratch scratch;
   const std::string out = scratch.path("run");
-  const auto data = [&](const std::string& file) { return Words{"train", "--data", file, "--out", out, "--ranks", "2"}; };
+  const auto data = [&](const std::string& file) {
+    return Words{"train", "--data", file, "--out", out, "--ranks", "2"};
+  };
   expect_usage_error(data(scratch.path("none.txt")), {"none.txt", "does not exist"});
   expect_usage_error(data(scratch.write("empty.txt", "")), {"empty.txt", "is empty"});
   expect_usage_error(data(scratch.path(".")), {"is a folder"});

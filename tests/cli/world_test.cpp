@@ -18,9 +18,9 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 Environment place(int rank, int size, int port) {
-  return {{"RANK", std::to_string(rank)},        {"WORLD_SIZE", std::to_string(size)},
-          {"LOCAL_RANK", std::to_string(rank)},  {"LOCAL_WORLD_SIZE", std::to_string(size)},
-          {"MASTER_ADDR", "127.0.0.1"},          {"MASTER_PORT", std::to_string(port)}};
+  return {{"RANK", std::to_string(rank)},       {"WORLD_SIZE", std::to_string(size)},
+          {"LOCAL_RANK", std::to_string(rank)}, {"LOCAL_WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},         {"MASTER_PORT", std::to_string(port)}};
 }
 
 Words endless(const Words& more) {

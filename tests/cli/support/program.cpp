@@ -99,8 +99,8 @@ Program::~Program() {
 bool Program::pump(int milliseconds) {
   pollfd watched[] = {{out_, POLLIN, 0}, {err_, POLLIN, 0}};
   if (poll(watched, 2, milliseconds) <= 0) return true;
-  for (auto [pipe, into, ready] : {std::tuple{&out_, &result_.out, watched[0].revents},
-                                   std::tuple{&err_, &result_.err, watched[1].revents}}) {
+  for (auto [pipe, into, ready] :
+       {std::tuple{&out_, &result_.out, watched[0].revents}, std::tuple{&err_, &result_.err, watched[1].revents}}) {
     if (*pipe < 0 || ready == 0) continue;
     char buffer[65536];
     const ssize_t n = read(*pipe, buffer, sizeof(buffer));
@@ -119,7 +119,9 @@ void Program::wait_for_lines(size_t count) {
   while (static_cast<size_t>(std::count(result_.out.begin(), result_.out.end(), '\n')) < count) {
     if (!pump(1000)) return;
     if (std::chrono::steady_clock::now() > deadline) {
-      ADD_FAILURE() << "still waiting for line " << count << "; stdout:\n" << result_.out << "\nstderr:\n" << result_.err;
+      ADD_FAILURE() << "still waiting for line " << count << "; stdout:\n"
+                    << result_.out << "\nstderr:\n"
+                    << result_.err;
       return;
     }
   }
@@ -171,8 +173,8 @@ std::string Scratch::write(const std::string& name, const std::string& bytes) co
 }
 
 Words tiny(const Words& more) {
-  Words words = {"train", "--layers", "1", "--heads", "2", "--width", "16", "--context", "16",
-                 "--batch", "8", "--steps", "6", "--warmup", "2", "--threads", "1"};
+  Words words = {"train",   "--layers", "1",       "--heads", "2",        "--width", "16",        "--context", "16",
+                 "--batch", "8",        "--steps", "6",       "--warmup", "2",       "--threads", "1"};
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }
