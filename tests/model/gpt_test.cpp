@@ -44,7 +44,9 @@ TEST(Gpt, ReachesEveryParameter) {
 }
 
 TEST(Gpt, RefusesAWidthThatItsHeadsDoNotDivide) {
-  EXPECT_THROW(Gpt({.layers = 1, .heads = 3, .width = 16, .context = 8, .vocabulary = 11}, 7), Error);
+  GptSize size = kSmall;
+  size.heads = 3;
+  EXPECT_THROW(Gpt(size, 7), Error);
 }
 
 }  // namespace
