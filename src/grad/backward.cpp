@@ -73,6 +73,7 @@ class AnnouncingEngine final : public torch::autograd::Engine {
     const int parent = torch::autograd::get_current_graph_task_id();
     const bool outermost = parent < 0;
     running().begin(id, parent);
+    start_threads();
     c10::intrusive_ptr<at::ivalue::Future> result;
     std::exception_ptr failure;
     try {
@@ -92,6 +93,17 @@ class AnnouncingEngine final : public torch::autograd::Engine {
     if (failure && (!result || !result->hasError())) std::rethrow_exception(failure);
     return result;
   }
+
+ private:
+  // libtorch starts device threads once per process, for the engine that runs the first backward. When that was another
+  // engine, ours needs its own.
+  void start_threads() {
+    std::call_once(started_, [this] {
+      initialize_device_threads_pool();
+      if (device_ready_queues_.empty()) start_device_threads();
+    });
+  }
+  std::once_flag started_;
 };
 
 torch::autograd::Engine& announcing_engine() {
