@@ -1,0 +1,303 @@
+// The step time of one training program, done plainly and done by the engine, in alternating blocks of one run.
+//
+// One process is one rank, by the environment of torchrun; benchmarks/run.py starts the ranks and reads the one line of
+// JSON that each prints:
+//
+//   bench_step --model gpt|tiny --device cpu|cuda --variants plain,plain-fused,plumb,plumb-noledger
+//              --rounds N --steps N --warmup N
+//
+// plain steps neither communicate nor wait for the other ranks, but those run at the same time.
+#include <c10/core/CachingDeviceAllocator.h>
+#include <plumb/plumb.h>
+#include <torch/torch.h>
+
+#include <signal.h>
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "model/gpt.h"
+
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr int64_t kBatch = 8;     // samples per rank and step
+constexpr int64_t kBatches = 8;   // different ones, in turn
+constexpr int64_t kUntimed = 2;   // steps at the start of a block: they find the caches full of another variant's data
+constexpr plumb::AdamW kAdamW{.lr = 3e-4};
+
+struct Settings {
+  std::string model = "gpt", device = "cpu";
+  std::vector<std::string> variants = {"plain", "plain-fused", "plumb", "plumb-noledger"};
+  int64_t rounds = 20, steps = 10, warmup = 10;
+};
+
+// What a variant trains: the same initial values for every variant and rank, other batches on every rank.
+struct Model {
+  std::shared_ptr<nn::Module> module;
+  std::function<at::Tensor(int64_t step)> loss;
+};
+
+// 53 tensors, 5.3 M parameters; 512 tokens per rank and step.
+Model make_gpt(at::Device device, int rank) {
+  const plumb::model::GptSize size{.layers = 4, .heads = 5, .width = 320, .context = 64, .vocabulary = 512};
+  plumb::model::Gpt gpt(size, /*seed=*/1);
+  gpt->to(device);
+  torch::manual_seed(100 + rank);
+  const auto tokens = torch::randint(size.vocabulary, {kBatches, kBatch, size.context + 1}, at::kLong).to(device);
+  return {gpt.ptr(), [=](int64_t step) mutable {
+            const auto batch = tokens[step % kBatches];
+            const auto logits = gpt->forward(batch.narrow(1, 0, size.context));
+            return nn::functional::cross_entropy(logits.flatten(0, 1), batch.narrow(1, 1, size.context).flatten());
+          }};
+}
+
+// 24 blocks of 12 tiny parameters: what is left is the cost per parameter.
+struct Tiny : nn::Module {
+  static constexpr int64_t kBlocks = 24, kLinears = 6, kWidth = 32;
+  Tiny() {
+    for (int64_t i = 0; i < kBlocks * kLinears; ++i) {
+      linears.push_back(register_module("linear" + std::to_string(i), nn::Linear(kWidth, kWidth)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (int64_t block = 0; block < kBlocks; ++block) {
+      at::Tensor y = x;
+      for (int64_t i = 0; i < kLinears; ++i) y = linears[block * kLinears + i](y).relu();
+      x = x + y;
+    }
+    return x;
+  }
+  std::vector<nn::Linear> linears;
+};
+
+Model make_tiny(at::Device device, int rank) {
+  torch::manual_seed(1);
+  const auto tiny = std::make_shared<Tiny>();
+  tiny->to(device);
+  torch::manual_seed(100 + rank);
+  const auto data = torch::randn({kBatches, 2, kBatch, Tiny::kWidth}).to(device);
+  return {tiny, [=](int64_t step) {
+            const auto batch = data[step % kBatches];
+            return at::mse_loss(tiny->forward(batch[0]), batch[1]);
+          }};
+}
+
+// One way to train. `finish` is all that follows the backward: reduction, update, forgetting the gradients.
+struct Variant {
+  std::string name;
+  Model model;
+  std::function<void()> finish;
+  std::vector<std::vector<double>> rounds = {};  // milliseconds
+  int64_t done = 0;
+
+  void step() {
+    model.loss(done++).backward();
+    finish();
+  }
+};
+
+// libtorch's own optimizer: five operations or more per parameter.
+std::function<void()> plain(const Model& model) {
+  const auto optimizer = std::make_shared<torch::optim::AdamW>(
+      model.module->parameters(), torch::optim::AdamWOptions(kAdamW.lr).weight_decay(kAdamW.weight_decay));
+  return [optimizer] {
+    optimizer->step();
+    optimizer->zero_grad();
+  };
+}
+
+// What torch.optim.AdamW(fused=True) does: one call over the list of all parameters.
+std::function<void()> plain_fused(const Model& model) {
+  struct State {
+    std::vector<at::Tensor> parameters, first, second, counts;
+  };
+  const auto state = std::make_shared<State>();
+  state->parameters = model.module->parameters();
+  for (const at::Tensor& p : state->parameters) {
+    state->first.push_back(at::zeros_like(p));
+    state->second.push_back(at::zeros_like(p));
+    state->counts.push_back(at::zeros({}, p.options().dtype(at::kFloat)));
+  }
+  return [state] {
+    torch::NoGradGuard no_grad;
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& p : state->parameters) gradients.push_back(p.grad());
+    at::_foreach_add_(state->counts, 1);
+    at::_fused_adamw_(state->parameters, gradients, state->first, state->second, {}, state->counts, kAdamW.lr,
+                      kAdamW.beta1, kAdamW.beta2, kAdamW.weight_decay, kAdamW.eps, /*amsgrad=*/false,
+                      /*maximize=*/false);
+    for (at::Tensor& p : state->parameters) p.mutable_grad().reset();
+  };
+}
+
+std::function<void()> engine(const plumb::World& world, const Model& model, bool ledger) {
+  plumb::Options options;
+  options.ledger = ledger;
+  const auto engine = std::make_shared<plumb::Engine>(world, *model.module, kAdamW, options);
+  return [engine] {
+    engine->step();
+    engine->zero_grad();
+  };
+}
+
+Variant make_variant(const std::string& name, const Settings& settings, const plumb::World& world) {
+  at::Device device(at::kCPU);
+  if (settings.device == "cuda") device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
+  Model model = settings.model == "gpt" ? make_gpt(device, world.rank()) : make_tiny(device, world.rank());
+  if (name == "plain") return {name, model, plain(model)};
+  if (name == "plain-fused") return {name, model, plain_fused(model)};
+  if (name == "plumb") return {name, model, engine(world, model, true)};
+  if (name == "plumb-noledger") return {name, model, engine(world, model, false)};
+  throw plumb::Error("variant '" + name + "' is unknown; there are plain, plain-fused, plumb and plumb-noledger");
+}
+
+// On the CPU each step is timed; on a device, which runs behind the host, the block as a whole.
+std::vector<double> run_block(Variant& variant, const Settings& settings) {
+  using Clock = std::chrono::steady_clock;
+  const auto ms_since = [](Clock::time_point start) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+  };
+  const bool cuda = settings.device == "cuda";
+  for (int64_t i = 0; i < kUntimed; ++i) variant.step();
+  if (cuda) torch::cuda::synchronize();
+  std::vector<double> times;
+  auto start = Clock::now();
+  for (int64_t i = 0; i < settings.steps; ++i) {
+    variant.step();
+    if (cuda) continue;
+    times.push_back(ms_since(start));
+    start = Clock::now();
+  }
+  if (!cuda) return times;
+  torch::cuda::synchronize();
+  return {ms_since(start) / static_cast<double>(settings.steps)};
+}
+
+int64_t status_kib(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind(key, 0) == 0) return std::stoll(line.substr(key.size()));
+  }
+  return 0;
+}
+
+// The most bytes that tensors held at one time.
+int64_t peak_on_device(int index) {
+  auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(at::kCUDA));
+  return allocator ? allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index)).allocated_bytes[0].peak : 0;
+}
+
+// Brings up what every variant needs, so that it counts for none: autograd's threads, the BLAS, the device.
+void bring_up(const Settings& settings) {
+  const auto x = torch::ones({64, 64}, at::TensorOptions(settings.device).requires_grad(true));
+  at::linear(x, x).sum().backward();
+  if (settings.device == "cuda") torch::cuda::synchronize();
+}
+
+Settings parse(int argc, char** argv) {
+  Settings settings;
+  if (argc % 2 == 0) throw plumb::Error("every option takes a value: --option value …");
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--model") {
+      settings.model = value;
+    } else if (key == "--device") {
+      settings.device = value;
+    } else if (key == "--rounds") {
+      settings.rounds = std::stoll(value);
+    } else if (key == "--steps") {
+      settings.steps = std::stoll(value);
+    } else if (key == "--warmup") {
+      settings.warmup = std::stoll(value);
+    } else if (key == "--variants") {
+      settings.variants.clear();
+      std::istringstream names(value);
+      for (std::string name; std::getline(names, name, ',');) settings.variants.push_back(name);
+    } else {
+      throw plumb::Error("option '" + key +
+                         "' is unknown; there are --model, --device, --variants, --rounds, --steps and --warmup");
+    }
+  }
+  if (settings.model != "gpt" && settings.model != "tiny") {
+    throw plumb::Error("model '" + settings.model + "' is unknown; there are gpt and tiny");
+  }
+  if (settings.device != "cpu" && settings.device != "cuda") {
+    throw plumb::Error("device '" + settings.device + "' is unknown; there are cpu and cuda");
+  }
+  return settings;
+}
+
+void print(const Settings& settings, const plumb::World& world, const std::vector<Variant>& variants, double peak_mib,
+           double device_peak_mib) {
+  torch::NoGradGuard no_grad;
+  const auto parameters = variants.at(0).model.module->parameters();
+  int64_t numel = 0;
+  for (const at::Tensor& p : parameters) numel += p.numel();
+  std::ostringstream out;
+  out << "{\"language\": \"c++\", \"torch\": \"" << TORCH_VERSION << "\", \"rank\": " << world.rank()
+      << ", \"world\": " << world.size() << ", \"model\": \"" << settings.model << "\", \"device\": \""
+      << settings.device << "\", \"tensors\": " << parameters.size() << ", \"parameters\": " << numel
+      << ", \"peak_mib\": " << peak_mib << ", \"device_peak_mib\": " << device_peak_mib << ", \"variants\": [";
+  for (const Variant& variant : variants) {
+    out << (&variant == variants.data() ? "" : ", ") << "{\"name\": \"" << variant.name
+        << "\", \"loss\": " << variant.model.loss(0).item<double>() << ", \"rounds\": [";
+    for (const auto& round : variant.rounds) {
+      out << (&round == variant.rounds.data() ? "[" : ", [");
+      for (const double& ms : round) out << (&ms == round.data() ? "" : ", ") << ms;
+      out << "]";
+    }
+    out << "]}";
+  }
+  std::printf("%s]}\n", out.str().c_str());
+}
+
+void run(const Settings& settings) {
+  at::set_num_threads(1);
+  const plumb::World world = plumb::World::join({.device = settings.device});
+  bring_up(settings);
+  world.barrier();
+  const int64_t start_kib = status_kib("VmRSS:");
+  const bool cuda = settings.device == "cuda";
+
+  std::vector<Variant> variants;
+  for (const auto& name : settings.variants) variants.push_back(make_variant(name, settings, world));
+  for (Variant& variant : variants) {
+    for (int64_t i = 0; i < settings.warmup; ++i) variant.step();
+  }
+  for (int64_t round = 0; round < settings.rounds; ++round) {
+    for (size_t i = 0; i < variants.size(); ++i) {
+      // Every other round runs backwards: no variant always follows the same one.
+      Variant& variant = variants[round % 2 == 0 ? i : variants.size() - 1 - i];
+      if (cuda) torch::cuda::synchronize();
+      world.barrier();
+      variant.rounds.push_back(run_block(variant, settings));
+    }
+  }
+  world.barrier();
+
+  const int64_t peak_kib = status_kib("VmHWM:") - start_kib;
+  const int64_t device_bytes = cuda ? peak_on_device(world.local_rank()) : 0;
+  print(settings, world, variants, static_cast<double>(peak_kib) / (1 << 10),
+        static_cast<double>(device_bytes) / (1 << 20));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  signal(SIGPIPE, SIG_IGN);
+  try {
+    run(parse(argc, argv));
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "bench_step: %s\n", e.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,223 @@
+"""The step time of the same programs as step.cpp in PyTorch, plain and with DistributedDataParallel, in one run.
+
+One process is one rank, by the environment of torchrun; run.py starts the ranks and reads the one line of JSON that
+each prints. The models, the batches, the blocks and their order are those of step.cpp.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH = 8  # samples per rank and step
+BATCHES = 8  # different ones, in turn
+UNTIMED = 2  # steps at the start of a block: they find the caches full of another variant's data
+LR = 3e-4
+
+# name: (options of AdamW, options of DDP or None for plain). AdamW's own choice is a loop on the CPU, foreach on CUDA.
+VARIANTS = {
+    "plain": ({}, None),
+    "plain-fused": ({"fused": True}, None),
+    "ddp": ({}, {}),
+    "ddp-fused": ({"fused": True}, {}),
+    "ddp-views": ({}, {"gradient_as_bucket_view": True}),
+    "ddp-views-fused": ({"fused": True}, {"gradient_as_bucket_view": True}),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 4, 5, 320, 64, 512
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(self.VOCABULARY, self.WIDTH)
+        self.positions = nn.Embedding(self.CONTEXT, self.WIDTH)
+        self.blocks = nn.ModuleList(Block(self.WIDTH, self.HEADS) for _ in range(self.LAYERS))
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.head = nn.Linear(self.WIDTH, self.VOCABULARY, bias=False)
+        # As src/model does it: projections that end in the residual stream start smaller.
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                residual = name.endswith((".out.weight", ".down.weight"))
+                nn.init.normal_(p, 0.0, 0.02 / (2 * self.LAYERS) ** 0.5 if residual else 0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @classmethod
+    def batches(cls):
+        return torch.randint(cls.VOCABULARY, (BATCHES, BATCH, cls.CONTEXT + 1))
+
+    @staticmethod
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Tiny(nn.Module):
+    BLOCKS, LINEARS, WIDTH = 24, 6, 32
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.LINEARS)) for _ in range(self.BLOCKS)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            y = x
+            for linear in block:
+                y = linear(y).relu()
+            x = x + y
+        return x
+
+    @classmethod
+    def batches(cls):
+        return torch.randn(BATCHES, 2, BATCH, cls.WIDTH)
+
+    @staticmethod
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Variant:
+    def __init__(self, name, kind, device):
+        optimizer, ddp = VARIANTS[name]
+        self.name, self.kind, self.done, self.rounds = name, kind, 0, []
+        torch.manual_seed(1)
+        self.module = kind().to(device)
+        torch.manual_seed(100 + dist.get_rank())
+        self.batches = kind.batches().to(device)
+        self.model = self.module if ddp is None else DistributedDataParallel(self.module, **ddp)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=LR, **optimizer)
+
+    def step(self):
+        self.kind.loss(self.model, self.batches[self.done % BATCHES]).backward()
+        self.done += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run_block(self, steps, cuda):
+        """On the CPU each step is timed; on a device, which runs behind the host, the block as a whole."""
+        for _ in range(UNTIMED):
+            self.step()
+        if cuda:
+            torch.cuda.synchronize()
+        times, start = [], time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            if not cuda:
+                times.append((time.perf_counter() - start) * 1e3)
+                start = time.perf_counter()
+        if cuda:
+            torch.cuda.synchronize()
+            times = [(time.perf_counter() - start) * 1e3 / steps]
+        self.rounds.append([round(ms, 5) for ms in times])
+
+    def final_loss(self):
+        with torch.no_grad():
+            return self.kind.loss(self.module, self.batches[0]).item()
+
+
+def status_mib(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
+
+
+def bring_up(device):
+    """Loads and starts what any variant may need, so that it counts for none: modules, threads, connections."""
+    small = nn.Linear(64, 64).to(device)
+    for options in {}, {"fused": True}:
+        optimizer = torch.optim.AdamW(small.parameters(), lr=LR, **options)
+        DistributedDataParallel(small)(torch.ones(64, 64, device=device)).sum().backward()
+        optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["gpt", "tiny"], default="gpt")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=10)
+    args = parser.parse_args()
+    for name in args.variants.split(","):
+        if name not in VARIANTS:
+            parser.error(f"variant '{name}' is unknown; there are {', '.join(VARIANTS)}")
+
+    torch.set_num_threads(1)
+    cuda = args.device == "cuda"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    bring_up(device)
+    dist.barrier()
+    start_mib = status_mib("VmRSS:")
+
+    kind = {"gpt": Gpt, "tiny": Tiny}[args.model]
+    variants = [Variant(name, kind, device) for name in args.variants.split(",")]
+    for variant in variants:
+        for _ in range(args.warmup):
+            variant.step()
+    for number in range(args.rounds):
+        # Every other round runs backwards: no variant always follows the same one.
+        for variant in variants if number % 2 == 0 else reversed(variants):
+            if cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+            variant.run_block(args.steps, cuda)
+    dist.barrier()
+
+    parameters = list(variants[0].module.parameters())
+    result = {
+        "language": "python",
+        "torch": torch.__version__,
+        "rank": dist.get_rank(),
+        "world": dist.get_world_size(),
+        "model": args.model,
+        "device": args.device,
+        "tensors": len(parameters),
+        "parameters": sum(p.numel() for p in parameters),
+        "peak_mib": status_mib("VmHWM:") - start_mib,
+        "device_peak_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else 0,
+        "variants": [{"name": v.name, "loss": v.final_loss(), "rounds": v.rounds} for v in variants],
+    }
+    print(json.dumps(result), flush=True)
+    variants.clear()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
