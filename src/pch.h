@@ -1,4 +1,6 @@
-// The precompiled header of the library and the program: libtorch's heavy headers, once.
+// The precompiled header of the library. Only what most files need: every file pays for loading all of it.
 #pragma once
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>

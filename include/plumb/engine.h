@@ -18,13 +18,16 @@
 #include <plumb/world.h>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace plumb {
 

@@ -1,6 +1,7 @@
 #include "plumb/engine.h"
 
 #include <ATen/ATen.h>
+#include <torch/nn/module.h>
 
 #include <map>
 #include <mutex>

@@ -1,4 +1,5 @@
 // Host memory that streams read or write: pinned memory, and the check of the host's own accesses to it.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 
