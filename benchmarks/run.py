@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -170,8 +171,8 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", help="numbers of ranks, by commas (1,2 on the CPU; 1 on cuda)")
     parser.add_argument("--models", default="gpt,tiny")
-    parser.add_argument("--passes", type=int, default=3, help="fresh processes of each language, in turn")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each variant per pass")
+    parser.add_argument("--passes", type=int, default=2, help="fresh processes of each language, in turn")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant per pass")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a block")
     parser.add_argument("--warmup", type=int, default=10, help="steps of each variant before the first block")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the memory runs")
@@ -183,6 +184,7 @@ def main():
     if not (args.bin / "bench_step").exists():
         sys.exit(f"bench: no bench_step in {args.bin}; run `scripts/build build bench_step`, or pass --bin")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the ranks along
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.3:
         say(f"the machine is busy (load {load:.1f} on {cores} cores): expect noise")
