@@ -35,7 +35,7 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 struct Options {
   std::string strategy = "ddp";
-  int64_t bucket_bytes = 25 << 20;       // cap of a bucket
+  int64_t bucket_bytes = 4 << 20;        // cap of a bucket
   int64_t first_bucket_bytes = 1 << 20;  // cap of the first one, so that communication starts early
   // The dtype gradients are summed in, over micro-batches and over ranks. Unset: each parameter's own rule (its
   // `grad_dtype`, or its dtype). With bf16 parameters, f32 is the recipe.

@@ -19,12 +19,16 @@ void Ledger::open_pass(int64_t step, int64_t pass) {
   if (off()) return;
   step_ = step;
   pass_ = pass;
-  for (Account& account : accounts_) account.delivered = account.settled = account.covered = 0;
+  abandon_pass();
   for (Reductions& reductions : reductions_) reductions = {};
 }
 
 void Ledger::delivered(int sink) {
-  if (!off()) ++accounts_[sink].delivered;
+  if (off()) return;
+  Account& account = accounts_[sink];
+  const Reductions& reductions = reductions_[account.bucket];
+  ++account.delivered;
+  if (reductions.begun >= reductions.due) account.overtaken = true;
 }
 
 void Ledger::settled(int sink) {
@@ -48,28 +52,23 @@ void Ledger::reduced(int bucket) {
 void Ledger::close_pass(Sync sync) {
   if (off()) return;
   for (Account& account : accounts_) {
-    if (account.settled < account.delivered) {
-      fail(account, "a gradient was dropped: " + std::to_string(account.delivered) + " delivered, " +
-                        std::to_string(account.settled) + " reached the bucket");
-    }
-    if (account.settled > account.delivered) {
-      fail(account, "a gradient was doubled: " + std::to_string(account.delivered) + " delivered, " +
-                        std::to_string(account.settled) + " reached the bucket");
-    }
-    if (sync == Sync::held) {
-      account.held += account.settled;
-    } else {
+    if (sync == Sync::reduced) {
       const Reductions& reductions = reductions_[account.bucket];
-      const std::string bucket = "bucket " + std::to_string(account.bucket);
-      if (reductions.begun == 0) fail(account, "the gradient was never reduced: no reduction of " + bucket + " began");
-      if (account.covered < account.settled) {
-        fail(account, "the gradient was reduced early: " + bucket + " was reduced before it came");
-      }
+      const auto bucket = [&] { return "bucket " + std::to_string(account.bucket); };
+      if (reductions.begun == 0) fail(account, "the gradient was never reduced: no reduction of " + bucket() + " began");
+      if (account.overtaken) fail(account, "the gradient was reduced early: " + bucket() + " was reduced before it came");
       if (reductions.begun > reductions.due) {
-        fail(account, "the gradient was reduced twice: " + std::to_string(reductions.begun) + " reductions of " + bucket +
+        fail(account, "the gradient was reduced twice: " + std::to_string(reductions.begun) + " reductions of " + bucket() +
                           " began, " + std::to_string(reductions.due) + " due");
       }
     }
+    const int32_t arrived = sync == Sync::reduced ? account.covered : account.settled;
+    if (arrived != account.delivered) {
+      fail(account, std::string("a gradient was ") + (arrived < account.delivered ? "dropped: " : "doubled: ") +
+                        std::to_string(account.delivered) + " delivered, " + std::to_string(arrived) +
+                        " reached the bucket");
+    }
+    if (sync == Sync::held) account.held += account.settled;
     account.due += account.settled;
     account.delivered = account.settled = account.covered = 0;
   }
@@ -77,7 +76,10 @@ void Ledger::close_pass(Sync sync) {
 
 void Ledger::abandon_pass() {
   if (off()) return;
-  for (Account& account : accounts_) account.delivered = account.settled = account.covered = 0;
+  for (Account& account : accounts_) {
+    account.delivered = account.settled = account.covered = 0;
+    account.overtaken = false;
+  }
 }
 
 void Ledger::consumed(int sink) {

@@ -42,12 +42,10 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
                                      "' has no gradient right after one was accumulated: a hook took it away. Gradients "
                                      "must stay until step(); let the engine's optimizer consume them");
     }
-    if (fault != Fault::drop_delivery) {
-      sink.settle();
-      bucket.producers.wrote(bucket.gradient.device());
-      ledger_.settled(sink.index);
-      if (fault == Fault::double_delivery) ledger_.settled(sink.index);
-    }
+    bucket.producers.wrote(bucket.gradient.device());
+    if (fault != Fault::drop_delivery) ++sink.unsettled;
+    if (fault == Fault::double_delivery) ++sink.unsettled;
+    if (sink.must_settle_now()) settle(sink, 1.0);
   }
   ready_order_.push_back(sink.index);
   if (sink.deliveries++ == 0) --bucket.waiting;
@@ -71,7 +69,7 @@ void Reducer::open_pass() {
     bucket.waiting = 0;
     for (Sink* sink : bucket.sinks) {
       hook(*sink);
-      sink->deliveries = 0;
+      sink->deliveries = sink->unsettled = 0;
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
   }
@@ -93,7 +91,7 @@ void Reducer::untangle() {
   }
 }
 
-// The last bucket stays until the backward has ended: its last gradient comes then anyway.
+// In bucket order. The last bucket stays until the backward has ended: its last gradient comes then anyway.
 void Reducer::launch_ready() {
   while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) {
     Bucket& bucket = buckets_[next_++];
@@ -101,14 +99,25 @@ void Reducer::launch_ready() {
   }
 }
 
+void Reducer::settle(Sink& sink, double scale) {
+  for (int i = 0; i < sink.unsettled; ++i) ledger_.settled(sink.index);
+  sink.settle(scale);
+}
+
+// The sinks settle here rather than one by one as gradients come: then a gradient is scaled while it is copied, and a
+// device copies a whole bucket in one kernel.
 void Reducer::reduce(Bucket& bucket) {
   at::NoGradGuard no_grad;
   bucket.launched = true;
   if (fault == Fault::reduce_never && bucket.index == 0) return;
+  const auto device = bucket.gradient.device();
+  bucket.producers.join(device);
+  const double mean = 1.0 / data_.size();
+  const bool batched = !device.is_cpu();
+  if (batched) copy_together(bucket);
   for (Sink* sink : bucket.sinks) {
-    if (sink->grad_in_bucket()) continue;
     try {
-      sink->settle();
+      settle(*sink, batched ? 1.0 : mean);
     } catch (...) {
       // The others wait for this reduction all the same; the failure is told when the pass closes.
       if (!failure_) failure_ = std::current_exception();
@@ -116,13 +125,31 @@ void Reducer::reduce(Bucket& bucket) {
     }
   }
   ledger_.reduced(bucket.index);
-  if (data_.size() == 1) return;
-  const auto device = bucket.gradient.device();
-  bucket.producers.wrote(device);
-  bucket.producers.join(device);
-  bucket.gradient.mul_(1.0 / data_.size());
-  bucket.reduction = data_.all_reduce(bucket.gradient);
+  if (data_.size() > 1) {
+    if (batched) bucket.gradient.mul_(mean);
+    bucket.reduction = data_.all_reduce(bucket.gradient);
+  }
   bucket.producers.clear();
+}
+
+// Copies every plain gradient of the bucket to its place with one call, and makes the places their .grad.
+void Reducer::copy_together(Bucket& bucket) {
+  std::vector<at::Tensor> places, gradients;
+  for (Sink* sink : bucket.sinks) {
+    if (!sink->grad_elsewhere() || sink->must_settle_now() || sink->grad().requires_grad()) continue;
+    if (sink->grad().sizes() != sink->view.sizes()) continue;  // settle() says what is wrong with it
+    places.push_back(sink->view);
+    gradients.push_back(sink->grad());
+  }
+  if (places.size() < 2) return;
+  at::_foreach_copy_(places, gradients);
+  size_t next = 0;
+  for (Sink* sink : bucket.sinks) {
+    if (next < gradients.size() && sink->grad().defined() && sink->grad().is_same(gradients[next])) {
+      sink->grad() = sink->view;
+      ++next;
+    }
+  }
 }
 
 void Reducer::begin_backward() {
@@ -150,6 +177,10 @@ void Reducer::close_pass(bool failure_is_known) {
     close_synced_pass();
   } else {
     held_ = true;
+    // What is held stays in .grad, where the next reduction finds it.
+    for (Sink& sink : sinks_) {
+      for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
+    }
     if (!failure_) ledger_.close_pass(Ledger::Sync::held);
   }
   if (failure_) ledger_.abandon_pass();
@@ -280,7 +311,7 @@ void Reducer::settle_step() {
   for (const Bucket& bucket : buckets_) {
     const bool elsewhere =
         std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad_elsewhere(); });
-    late.push_back((held_ && fault != Fault::consume_unreduced) || elsewhere);
+    late.push_back((held_ || elsewhere) && fault != Fault::consume_unreduced);
   }
   const Where where = here(Where::Kind::step);
   std::vector<Facts> all;

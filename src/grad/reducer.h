@@ -71,7 +71,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void open_pass();
   void untangle();
   void launch_ready();
+  void settle(Sink& sink, double scale);
   void reduce(Bucket& bucket);
+  void copy_together(Bucket& bucket);
   void close_pass(bool failure_is_known);
   void close_synced_pass();
 

@@ -26,19 +26,25 @@ void check_fits(const Sink& sink, const at::Tensor& grad) {
 
 }  // namespace
 
-bool Sink::settle() {
+void Sink::settle(double scale) {
   at::NoGradGuard no_grad;
+  unsettled = 0;
   at::Tensor& mine = grad();
   if (!mine.defined()) {
     view.zero_();
-    return false;
+    return;
   }
-  if (mine.is_same(view)) return true;
+  if (mine.is_same(view)) {
+    if (scale != 1.0) view.mul_(scale);
+    return;
+  }
   check_fits(*this, mine);
-  if (mine.is_sparse() || mine.is_sparse_csr()) {
-    view.copy_(mine.to_dense());
+  const bool sparse = mine.is_sparse() || mine.is_sparse_csr();
+  const at::Tensor dense = sparse ? mine.to_dense() : mine.detach();
+  if (scale == 1.0) {
+    view.copy_(dense);
   } else {
-    view.copy_(mine);
+    at::mul_out(view, dense, at::scalar_tensor(scale));
   }
   // A gradient with a graph of its own (create_graph), or of a dtype that must stay as it came, keeps its tensor.
   if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type())) {
@@ -46,7 +52,10 @@ bool Sink::settle() {
   } else {
     mine = view;
   }
-  return true;
+}
+
+bool Sink::must_settle_now() const {
+  return grad_elsewhere() && (grad().layout() != at::kStrided || grad().scalar_type() != view.scalar_type());
 }
 
 void Sink::adopt(bool used) {

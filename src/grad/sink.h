@@ -26,6 +26,7 @@ struct Sink {
   at::Tensor view;  // this parameter's part of its bucket, in the parameter's shape
 
   int deliveries = 0;  // gradients autograd handed over in this pass
+  int unsettled = 0;   // of those, not yet in the bucket
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }
   bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }
@@ -34,9 +35,11 @@ struct Sink {
   // The bucket has not seen this .grad yet.
   bool grad_elsewhere() const { return grad().defined() && !grad_in_bucket() && !grad_mirrored(); }
 
-  // Brings the bucket in line with .grad. Afterwards the view holds this rank's gradient, or zeros where there is none;
-  // .grad is the view wherever that loses nothing. False if there was no gradient.
-  bool settle();
+  // Brings the bucket in line with .grad. Afterwards the view holds this rank's gradient times `scale`, or zeros where
+  // there is none; .grad is the view wherever that loses nothing. One pass over the memory.
+  void settle(double scale = 1.0);
+  // Whether .grad must be settled before the next gradient is added to it: sums are kept in the bucket's dtype.
+  bool must_settle_now() const;
   // Brings .grad in line with the bucket after a reduction. `used`: some rank had a gradient.
   void adopt(bool used);
   // Moves the gradient to its place in another bucket; contract 1: any old gradient survives.

@@ -66,6 +66,7 @@ std::vector<Scenario> accumulation_scenarios() {
   all.push_back(on_net("A2", "RebuildAfterTheHeldBackwards", accumulate_with_held(0, 3)));
   all.push_back(on_net("A2", "RebuildBeforeTheHeldBackwards", accumulate_with_held(1, 3)));
   all.push_back(on_net("A2", "EveryBackwardHeldAndStepReduces", accumulate_with_held(0, 4)));
+  all.push_back(on_net("A2", "HeldBackwardsAfterAReducedOneThenStep", accumulate_with_held(1, 4)));
   all.push_back(on_net("A2", "ForwardInsideNoSyncBackwardOutside", [](Stage& stage) {
     for (int step = 0; step < 2; ++step) {
       at::Tensor loss;
