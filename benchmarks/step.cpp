@@ -28,9 +28,9 @@ namespace {
 
 namespace nn = torch::nn;
 
-constexpr int64_t kBatch = 8;     // samples per rank and step
-constexpr int64_t kBatches = 8;   // different ones, in turn
-constexpr int64_t kUntimed = 2;   // steps at the start of a block: they find the caches full of another variant's data
+constexpr int64_t kBatch = 8;    // samples per rank and step
+constexpr int64_t kBatches = 8;  // different ones, in turn
+constexpr int64_t kUntimed = 2;  // steps at the start of a block: they find the caches full of another variant's data
 constexpr plumb::AdamW kAdamW{.lr = 3e-4};
 
 struct Settings {

@@ -41,8 +41,8 @@ struct ParameterGroup {
 
 // The learning rate as a factor of each group's own, by step number (the first step is 0).
 struct Schedule {
-  int64_t warmup = 0;      // linear from 1/warmup to 1
-  int64_t total = 0;       // 0: constant after the warm-up; otherwise cosine from 1 down to `floor` at `total`
+  int64_t warmup = 0;  // linear from 1/warmup to 1
+  int64_t total = 0;   // 0: constant after the warm-up; otherwise cosine from 1 down to `floor` at `total`
   double floor = 0.1;
   double factor(int64_t step) const;
 };

@@ -23,7 +23,7 @@ struct Settings {
   std::string backend;  // empty: nccl with cuda, gloo otherwise
   std::string device = "cpu";
   double timeout = 60.0;  // seconds
-  double bucket_mb = 25.0;
+  double bucket_mb = 4.0;
   int64_t threads = 0;  // 0: the cores divided among the local ranks
   // model
   std::string model = "gpt";

@@ -21,7 +21,8 @@ class Owners {
     std::lock_guard lock(mutex_);
     for (const auto& [name, parameter] : parameters) {
       if (owners_.contains(parameter.unsafeGetTensorImpl())) {
-        throw Error(rank, "parameter '" + name + "' belongs to another engine already; give each parameter to one engine");
+        throw Error(rank,
+                    "parameter '" + name + "' belongs to another engine already; give each parameter to one engine");
       }
     }
     for (const auto& [name, parameter] : parameters) owners_[parameter.unsafeGetTensorImpl()] = owner;
@@ -63,7 +64,8 @@ void check_options(int rank, const Options& options) {
     throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
   }
   if (options.accumulate_dtype && !at::isFloatingType(*options.accumulate_dtype)) {
-    throw Error(rank, c10::str("accumulate_dtype is ", *options.accumulate_dtype, "; it must be a floating-point dtype"));
+    throw Error(rank,
+                c10::str("accumulate_dtype is ", *options.accumulate_dtype, "; it must be a floating-point dtype"));
   }
 }
 
@@ -71,11 +73,8 @@ void check_options(int rank, const Options& options) {
 
 Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers, Optimizer optimizer,
                    Options the_options)
-    : world(std::move(the_world)),
-      options(std::move(the_options)),
-      parameters(std::move(the_parameters)),
-      buffers(std::move(the_buffers)),
-      updater(world.rank(), optimizer, options, parameters) {
+    : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
+      buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
   check_options(world.rank(), options);
   // A rank that finds its own model wanting tells the others before it leaves.
   std::exception_ptr failure;

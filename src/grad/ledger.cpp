@@ -55,11 +55,13 @@ void Ledger::close_pass(Sync sync) {
     if (sync == Sync::reduced) {
       const Reductions& reductions = reductions_[account.bucket];
       const auto bucket = [&] { return "bucket " + std::to_string(account.bucket); };
-      if (reductions.begun == 0) fail(account, "the gradient was never reduced: no reduction of " + bucket() + " began");
-      if (account.overtaken) fail(account, "the gradient was reduced early: " + bucket() + " was reduced before it came");
+      if (reductions.begun == 0)
+        fail(account, "the gradient was never reduced: no reduction of " + bucket() + " began");
+      if (account.overtaken)
+        fail(account, "the gradient was reduced early: " + bucket() + " was reduced before it came");
       if (reductions.begun > reductions.due) {
-        fail(account, "the gradient was reduced twice: " + std::to_string(reductions.begun) + " reductions of " + bucket() +
-                          " began, " + std::to_string(reductions.due) + " due");
+        fail(account, "the gradient was reduced twice: " + std::to_string(reductions.begun) + " reductions of " +
+                          bucket() + " began, " + std::to_string(reductions.due) + " due");
       }
     }
     const int32_t arrived = sync == Sync::reduced ? account.covered : account.settled;
@@ -104,9 +106,7 @@ void Ledger::close_step(const std::vector<bool>& active) {
   }
 }
 
-std::string Ledger::where() const {
-  return "backward " + std::to_string(pass_) + " of step " + std::to_string(step_);
-}
+std::string Ledger::where() const { return "backward " + std::to_string(pass_) + " of step " + std::to_string(step_); }
 
 void Ledger::fail(const Account& account, const std::string& what) const {
   const auto index = static_cast<size_t>(&account - accounts_.data());

@@ -33,13 +33,13 @@ class Ledger {
  private:
   struct Account {
     int bucket = 0;
-    int32_t delivered = 0;  // in this pass
-    int32_t settled = 0;    // in this pass
-    int32_t covered = 0;    // of those, by a reduction
+    int32_t delivered = 0;   // in this pass
+    int32_t settled = 0;     // in this pass
+    int32_t covered = 0;     // of those, by a reduction
     bool overtaken = false;  // one came after the last reduction that was due had begun
-    int32_t held = 0;       // from earlier passes of this step, not reduced yet
-    int32_t due = 0;        // in this step, to be consumed
-    int32_t consumed = 0;   // in this step
+    int32_t held = 0;        // from earlier passes of this step, not reduced yet
+    int32_t due = 0;         // in this step, to be consumed
+    int32_t consumed = 0;    // in this step
   };
   struct Reductions {
     int32_t begun = 0;

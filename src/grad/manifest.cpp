@@ -19,8 +19,8 @@ std::string describe(const at::Tensor& tensor) {
 }
 
 // One line per fact, so that the first line that differs is the first difference.
-std::vector<std::string> manifest(const NamedTensors& parameters, const NamedTensors& buffers, const Optimizer& optimizer,
-                                  const Options& options) {
+std::vector<std::string> manifest(const NamedTensors& parameters, const NamedTensors& buffers,
+                                  const Optimizer& optimizer, const Options& options) {
   std::vector<std::string> lines;
   lines.push_back("strategy is '" + options.strategy + "'");
   lines.push_back(c10::str("bucket caps are ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes"));
@@ -103,15 +103,17 @@ void check_model(int rank, const NamedTensors& parameters) {
     if (!parameter.defined()) throw Error(rank, "parameter '" + name + "' is undefined");
     if (++names[name] > 1) throw Error(rank, "two parameters are called '" + name + "'; names must differ");
     if (!parameter.is_leaf()) {
-      throw Error(rank, "parameter '" + name + "' is the result of an operation, not a leaf; register the leaf instead");
+      throw Error(rank,
+                  "parameter '" + name + "' is the result of an operation, not a leaf; register the leaf instead");
     }
     if (parameter.layout() != at::kStrided) {
-      throw Error(rank, c10::str("parameter '", name, "' has layout ", parameter.layout(), "; only dense parameters can be "
+      throw Error(rank, c10::str("parameter '", name, "' has layout ", parameter.layout(),
+                                 "; only dense parameters can be "
                                  "trained"));
     }
     if (device && parameter.device() != *device) {
-      throw Error(rank, c10::str("parameter '", name, "' is on ", parameter.device(), ", the ones before it are on ", *device,
-                                 "; a rank's parameters must be on one device"));
+      throw Error(rank, c10::str("parameter '", name, "' is on ", parameter.device(), ", the ones before it are on ",
+                                 *device, "; a rank's parameters must be on one device"));
     }
     device = parameter.device();
     trainable = trainable || parameter.requires_grad();

@@ -31,14 +31,9 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
 }  // namespace
 
 Reducer::Reducer(World world, const NamedTensors& parameters, const Options& options)
-    : world_(std::move(world)),
-      options_(options),
-      groups_(new_groups(world_)),
-      data_(groups_.data),
-      control_(groups_.control),
-      ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
-      candidates_(parameters),
-      sink_of_(parameters.size(), -1) {}
+    : world_(std::move(world)), options_(options), groups_(new_groups(world_)), data_(groups_.data),
+      control_(groups_.control), ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
+      candidates_(parameters), sink_of_(parameters.size(), -1) {}
 
 void Reducer::start() {
   backward::install();
@@ -52,7 +47,8 @@ std::vector<int> Reducer::newcomers() const {
   std::vector<int> result;
   for (size_t i = 0; i < candidates_.size(); ++i) {
     const at::Tensor& parameter = candidates_[i].second;
-    if (sink_of_[i] < 0 && (parameter.requires_grad() || parameter.grad().defined())) result.push_back(static_cast<int>(i));
+    if (sink_of_[i] < 0 && (parameter.requires_grad() || parameter.grad().defined()))
+      result.push_back(static_cast<int>(i));
   }
   return result;
 }

@@ -38,9 +38,10 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
   if (gradient.defined()) {
     ledger_.delivered(sink.index);
     if (!sink.grad().defined()) {
-      throw Error(world_.rank(), "parameter '" + sink.name +
-                                     "' has no gradient right after one was accumulated: a hook took it away. Gradients "
-                                     "must stay until step(); let the engine's optimizer consume them");
+      throw Error(world_.rank(),
+                  "parameter '" + sink.name +
+                      "' has no gradient right after one was accumulated: a hook took it away. Gradients "
+                      "must stay until step(); let the engine's optimizer consume them");
     }
     bucket.producers.wrote(bucket.gradient.device());
     if (fault != Fault::drop_delivery) ++sink.unsettled;
@@ -293,8 +294,7 @@ void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where
 void Reducer::adopt(const std::vector<Facts>& all) {
   for (Sink& sink : sinks_) {
     const auto index = static_cast<size_t>(sink.index);
-    const bool used = std::any_of(all.begin(), all.end(),
-                                  [&](const Facts& facts) { return facts.used[index]; });
+    const bool used = std::any_of(all.begin(), all.end(), [&](const Facts& facts) { return facts.used[index]; });
     sink.adopt(used);
   }
 }
@@ -334,9 +334,9 @@ void Reducer::settle_step() {
       const auto index = static_cast<size_t>(sink.index);
       if (all[rank].used[index] == all[0].used[index]) continue;
       const bool first = all[0].used[index];
-      throw Error(world_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") + " gradient on rank 0 and " +
-                                     (first ? "none" : "one") + " on rank " + std::to_string(rank) +
-                                     " at step(); set or clear gradients alike on every rank");
+      throw Error(world_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") +
+                                     " gradient on rank 0 and " + (first ? "none" : "one") + " on rank " +
+                                     std::to_string(rank) + " at step(); set or clear gradients alike on every rank");
     }
   }
   adopt(all);
@@ -364,7 +364,8 @@ void Reducer::stop() {
 
 void Reducer::check_alive() const {
   if (!broken_.empty()) {
-    throw Error(world_.rank(), "communication ended with an earlier error; build a new world and engine. It was: " + broken_);
+    throw Error(world_.rank(),
+                "communication ended with an earlier error; build a new world and engine. It was: " + broken_);
   }
 }
 

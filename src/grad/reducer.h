@@ -93,9 +93,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Group& data_;
   Group& control_;
   Ledger ledger_;
-  NamedTensors candidates_;        // everything that could be trained
-  std::vector<int> sink_of_;       // by candidate; -1 while it has never required a gradient
-  std::deque<Sink> sinks_;         // stable addresses: hooks and buckets point here
+  NamedTensors candidates_;   // everything that could be trained
+  std::vector<int> sink_of_;  // by candidate; -1 while it has never required a gradient
+  std::deque<Sink> sinks_;    // stable addresses: hooks and buckets point here
   std::deque<Bucket> buckets_;
 
   std::recursive_mutex mutex_;

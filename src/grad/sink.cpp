@@ -18,9 +18,9 @@ void check_fits(const Sink& sink, const at::Tensor& grad) {
   }
   const auto dtype = sink.view.scalar_type();
   if (c10::promoteTypes(dtype, grad.scalar_type()) != dtype) {
-    throw Error(c10::str("the gradient of parameter '", sink.name, "' is ", grad.scalar_type(), " and would be rounded to ",
-                         dtype, " in its bucket; set the parameter's grad_dtype or Options::accumulate_dtype to ",
-                         grad.scalar_type()));
+    throw Error(c10::str(
+        "the gradient of parameter '", sink.name, "' is ", grad.scalar_type(), " and would be rounded to ", dtype,
+        " in its bucket; set the parameter's grad_dtype or Options::accumulate_dtype to ", grad.scalar_type()));
   }
 }
 

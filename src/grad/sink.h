@@ -31,7 +31,9 @@ struct Sink {
   at::Tensor& grad() const { return parameter.mutable_grad(); }
   bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }
   // .grad keeps a tensor of its own beside the view, which gets the reduced values back.
-  bool grad_mirrored() const { return grad().defined() && mirror_._unsafe_get_target() == grad().unsafeGetTensorImpl(); }
+  bool grad_mirrored() const {
+    return grad().defined() && mirror_._unsafe_get_target() == grad().unsafeGetTensorImpl();
+  }
   // The bucket has not seen this .grad yet.
   bool grad_elsewhere() const { return grad().defined() && !grad_in_bucket() && !grad_mirrored(); }
 

@@ -1,6 +1,6 @@
 // The table of operations: which have the CPU's bits on the simulator, which make the host wait, which do not work.
-#include <ATen/Parallel.h>
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

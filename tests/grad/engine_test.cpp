@@ -14,7 +14,9 @@ namespace {
 using scenarios::Net;
 using scenarios::Normed;
 
-at::Tensor leaf(std::initializer_list<double> values) { return at::tensor(std::vector<double>(values)).to(at::kFloat).requires_grad_(); }
+at::Tensor leaf(std::initializer_list<double> values) {
+  return at::tensor(std::vector<double>(values)).to(at::kFloat).requires_grad_();
+}
 
 void expect_close(const at::Tensor& found, std::initializer_list<double> expected) {
   const at::Tensor want = at::tensor(std::vector<double>(expected)).to(at::kFloat);
@@ -42,7 +44,8 @@ TEST(NoSync, PutsNothingOnTheWire) {
 
 TEST(Engines, TwoInOneProcessTrainAGan) {
   // Each loss reaches the parameters of both; only its own engine steps.
-  auto train = [](at::Tensor& g, at::Tensor& d, int rank, int size, const std::function<void(at::Tensor)>& backward, const std::function<void(bool)>& step) {
+  auto train = [](at::Tensor& g, at::Tensor& d, int rank, int size, const std::function<void(at::Tensor)>& backward,
+                  const std::function<void(bool)>& step) {
     for (int round = 0; round < 3; ++round) {
       const double noise = 0.1 * (rank + 1) + round;
       for (const bool generator : {false, true}) {
@@ -56,15 +59,21 @@ TEST(Engines, TwoInOneProcessTrainAGan) {
   for (int ranks : {1, 2, 3}) {
     run_local(ranks, [&](World world) {
       auto g = leaf({0.3, -0.2, 0.7}), d = leaf({0.5, 0.1, -0.4});
-      Engine generator(world, NamedTensors{{"g", g}}, {}, SGD{.lr = 0.1}), discriminator(world, NamedTensors{{"d", d}}, {}, SGD{.lr = 0.1});
-      train(g, d, world.rank(), 1, [](at::Tensor loss) { loss.backward(); }, [&](bool turn) {
-        // The other's gradient is dropped, but its backwards were run: both settle.
-        if (turn) discriminator.zero_grad(); else generator.zero_grad();
-        generator.step();
-        discriminator.step();
-        generator.zero_grad();
-        discriminator.zero_grad();
-      });
+      Engine generator(world, NamedTensors{{"g", g}}, {}, SGD{.lr = 0.1}),
+          discriminator(world, NamedTensors{{"d", d}}, {}, SGD{.lr = 0.1});
+      train(
+          g, d, world.rank(), 1, [](at::Tensor loss) { loss.backward(); },
+          [&](bool turn) {
+            // The other's gradient is dropped, but its backwards were run: both settle.
+            if (turn)
+              discriminator.zero_grad();
+            else
+              generator.zero_grad();
+            generator.step();
+            discriminator.step();
+            generator.zero_grad();
+            discriminator.zero_grad();
+          });
       // One process: all ranks' losses summed, each weighted 1/N.
       auto rg = leaf({0.3, -0.2, 0.7}), rd = leaf({0.5, 0.1, -0.4});
       for (int round = 0; round < 3; ++round) {
@@ -79,7 +88,10 @@ TEST(Engines, TwoInOneProcessTrainAGan) {
           rd.mutable_grad().reset();
           total.backward();
           at::NoGradGuard no_grad;
-          if (turn) rg -= 0.1 * rg.grad(); else rd -= 0.1 * rd.grad();
+          if (turn)
+            rg -= 0.1 * rg.grad();
+          else
+            rd -= 0.1 * rd.grad();
         }
       }
       EXPECT_TRUE(at::allclose(g.detach(), rg.detach(), 1e-4, 1e-6)) << ranks << "\n" << g << rg;

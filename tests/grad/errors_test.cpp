@@ -20,38 +20,45 @@ using testing::HasSubstr;
 std::vector<std::string> errors(int ranks, const std::function<void(World)>& body) {
   std::vector<std::string> texts(ranks, "none");
   const auto begin = std::chrono::steady_clock::now();
-  run_local(
-      ranks,
-      [&](World world) {
-        try {
-          body(world);
-        } catch (const std::exception& error) {
-          texts[world.rank()] = error.what();
-        }
-      },
-      {.timeout = std::chrono::seconds(60)});
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20)) << "an error must not wait for the time-out";
+  run_local(ranks,
+            [&](World world) {
+              try {
+                body(world);
+              } catch (const std::exception& error) {
+                texts[world.rank()] = error.what();
+              }
+            },
+            {.timeout = std::chrono::seconds(60)});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20))
+      << "an error must not wait for the time-out";
   return texts;
 }
 
-std::vector<std::string> errors_of_models(const std::function<NamedTensors(int rank)>& model, const std::function<Options(int)>& options = [](int) { return Options{}; }) {
+std::vector<std::string> errors_of_models(
+    const std::function<NamedTensors(int rank)>& model,
+    const std::function<Options(int)>& options = [](int) { return Options{}; }) {
   return errors(3, [&](World world) { Engine engine(world, model(world.rank()), {}, SGD{}, options(world.rank())); });
 }
 
-at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) { return at::zeros(shape, dtype).requires_grad_(); }
+at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return at::zeros(shape, dtype).requires_grad_();
+}
 
 TEST(ModelCheck, NamesAnotherName) {
-  EXPECT_THAT(errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2})}, {rank == 1 ? "c" : "b", leaf({2})}}; }),
-              Each(AllOf(HasSubstr("'c'"), HasSubstr("'b'"), HasSubstr("on rank 1"), HasSubstr("rank 0"))));
+  EXPECT_THAT(
+      errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2})}, {rank == 1 ? "c" : "b", leaf({2})}}; }),
+      Each(AllOf(HasSubstr("'c'"), HasSubstr("'b'"), HasSubstr("on rank 1"), HasSubstr("rank 0"))));
 }
 TEST(ModelCheck, NamesTwoSwappedParametersOfTheSameShape) {
   EXPECT_THAT(errors_of_models([](int rank) {
-                return rank == 2 ? NamedTensors{{"b", leaf({2})}, {"a", leaf({2})}} : NamedTensors{{"a", leaf({2})}, {"b", leaf({2})}};
+                return rank == 2 ? NamedTensors{{"b", leaf({2})}, {"a", leaf({2})}}
+                                 : NamedTensors{{"a", leaf({2})}, {"b", leaf({2})}};
               }),
               Each(AllOf(HasSubstr("parameter 0 is 'b'"), HasSubstr("on rank 2"), HasSubstr("parameter 0 is 'a'"))));
 }
 TEST(ModelCheck, NamesAnotherShape) {
-  EXPECT_THAT(errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2, rank == 1 ? 3 : 4})}}; }), Each(AllOf(HasSubstr("[2, 3]"), HasSubstr("[2, 4]"))));
+  EXPECT_THAT(errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2, rank == 1 ? 3 : 4})}}; }),
+              Each(AllOf(HasSubstr("[2, 3]"), HasSubstr("[2, 4]"))));
 }
 TEST(ModelCheck, NamesOtherStrides) {
   EXPECT_THAT(errors_of_models([](int rank) {
@@ -61,21 +68,37 @@ TEST(ModelCheck, NamesOtherStrides) {
               Each(AllOf(HasSubstr("strides [1, 3]"), HasSubstr("strides [3, 1]"))));
 }
 TEST(ModelCheck, NamesAnotherDtype) {
-  EXPECT_THAT(errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2}, rank == 1 ? at::kHalf : at::kBFloat16)}}; }), Each(AllOf(HasSubstr("Half"), HasSubstr("BFloat16"))));
+  EXPECT_THAT(
+      errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2}, rank == 1 ? at::kHalf : at::kBFloat16)}}; }),
+      Each(AllOf(HasSubstr("Half"), HasSubstr("BFloat16"))));
 }
 TEST(ModelCheck, NamesAnotherRequiresGrad) {
-  EXPECT_THAT(errors_of_models([](int rank) { return NamedTensors{{"a", leaf({2})}, {"b", rank == 1 ? at::zeros({2}) : leaf({2})}}; }), Each(AllOf(HasSubstr("'b'"), HasSubstr("frozen"), HasSubstr("trained"))));
+  EXPECT_THAT(errors_of_models([](int rank) {
+                return NamedTensors{{"a", leaf({2})}, {"b", rank == 1 ? at::zeros({2}) : leaf({2})}};
+              }),
+              Each(AllOf(HasSubstr("'b'"), HasSubstr("frozen"), HasSubstr("trained"))));
 }
 TEST(ModelCheck, NamesAMissingParameter) {
-  EXPECT_THAT(errors_of_models([](int rank) { return rank == 1 ? NamedTensors{{"a", leaf({2})}} : NamedTensors{{"a", leaf({2})}, {"b", leaf({2})}}; }), Each(HasSubstr("number of parameters is 1")));
+  EXPECT_THAT(errors_of_models([](int rank) {
+                return rank == 1 ? NamedTensors{{"a", leaf({2})}} : NamedTensors{{"a", leaf({2})}, {"b", leaf({2})}};
+              }),
+              Each(HasSubstr("number of parameters is 1")));
 }
 TEST(ModelCheck, NamesOtherOptions) {
-  EXPECT_THAT(errors_of_models([](int) { return NamedTensors{{"a", leaf({2})}}; }, [](int rank) { Options o; o.bucket_bytes = 100 + rank; return o; }), Each(HasSubstr("bucket caps")));
+  EXPECT_THAT(errors_of_models([](int) { return NamedTensors{{"a", leaf({2})}}; },
+                               [](int rank) {
+                                 Options o;
+                                 o.bucket_bytes = 100 + rank;
+                                 return o;
+                               }),
+              Each(HasSubstr("bucket caps")));
 }
 
 TEST(Engine, RefusesAModelWithNothingToTrain) {
-  EXPECT_THAT(errors(2, [](World world) { Engine engine(world, NamedTensors{{"a", at::zeros({2})}}, {}); }), Each(HasSubstr("nothing to train")));
-  EXPECT_THAT(errors(1, [](World world) { Engine engine(world, NamedTensors{}, {}); }), Each(HasSubstr("no parameters")));
+  EXPECT_THAT(errors(2, [](World world) { Engine engine(world, NamedTensors{{"a", at::zeros({2})}}, {}); }),
+              Each(HasSubstr("nothing to train")));
+  EXPECT_THAT(errors(1, [](World world) { Engine engine(world, NamedTensors{}, {}); }),
+              Each(HasSubstr("no parameters")));
 }
 TEST(Engine, TellsEveryRankWhichRankHasAnUnusableModel) {
   const auto texts = errors(2, [](World world) {
@@ -87,33 +110,42 @@ TEST(Engine, TellsEveryRankWhichRankHasAnUnusableModel) {
   EXPECT_THAT(texts[1], AllOf(HasSubstr("'one' and 'other' share memory")));
 }
 TEST(Engine, RefusesAParameterOnTwoDevices) {
-  EXPECT_THAT(errors(1, [](World world) {
-                Engine engine(world, NamedTensors{{"a", leaf({2})}, {"b", at::zeros({2}, at::kMeta).requires_grad_()}}, {});
-              }),
+  EXPECT_THAT(errors(1,
+                     [](World world) {
+                       Engine engine(world,
+                                     NamedTensors{{"a", leaf({2})}, {"b", at::zeros({2}, at::kMeta).requires_grad_()}},
+                                     {});
+                     }),
               Each(AllOf(HasSubstr("'b' is on meta"), HasSubstr("cpu"))));
 }
 TEST(Engine, RefusesOneParameterInTwoEngines) {
-  EXPECT_THAT(errors(2, [](World world) {
-                auto shared = leaf({2});
-                Engine one(world, NamedTensors{{"a", shared}}, {});
-                Engine two(world, NamedTensors{{"b", shared}}, {});
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       auto shared = leaf({2});
+                       Engine one(world, NamedTensors{{"a", shared}}, {});
+                       Engine two(world, NamedTensors{{"b", shared}}, {});
+                     }),
               Each(AllOf(HasSubstr("'b' belongs to another engine"))));
 }
 TEST(Engine, TakesAParameterOverWhenItsFirstEngineIsGone) {
-  EXPECT_THAT(errors(2, [](World world) {
-                auto shared = leaf({2});
-                { Engine one(world, NamedTensors{{"a", shared}}, {}); }
-                Engine two(world, NamedTensors{{"a", shared}}, {}, SGD{.lr = 1});
-                (shared * (world.rank() + 1)).sum().backward();
-                two.step();
-                if (!at::allclose(shared.detach(), at::full({2}, -1.5))) throw Error(c10::str("wrong: ", shared));
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       auto shared = leaf({2});
+                       {
+                         Engine one(world, NamedTensors{{"a", shared}}, {});
+                       }
+                       Engine two(world, NamedTensors{{"a", shared}}, {}, SGD{.lr = 1});
+                       (shared * (world.rank() + 1)).sum().backward();
+                       two.step();
+                       if (!at::allclose(shared.detach(), at::full({2}, -1.5)))
+                         throw Error(c10::str("wrong: ", shared));
+                     }),
               Each("none"));
 }
 TEST(Engine, RefusesBadOptions) {
   auto with = [](Options options, Optimizer optimizer = SGD{}) {
-    return errors(1, [=](World world) { Engine engine(world, NamedTensors{{"a", leaf({2})}}, {}, optimizer, options); })[0];
+    return errors(
+        1, [=](World world) { Engine engine(world, NamedTensors{{"a", leaf({2})}}, {}, optimizer, options); })[0];
   };
   Options options;
   options.strategy = "zero9";
@@ -142,7 +174,8 @@ TEST(Ranks, WithDifferentNumbersOfBackwardsGetAnErrorNamingBothCounts) {
       }
       engine.step();
     });
-    EXPECT_THAT(texts, Each(AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("2"), HasSubstr("after 1 backward"))));
+    EXPECT_THAT(texts,
+                Each(AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("2"), HasSubstr("after 1 backward"))));
   }
 }
 TEST(Ranks, OneWithoutABackwardMakesAnErrorOnAll) {
@@ -169,69 +202,79 @@ TEST(Ranks, OneWhoseBackwardFailsMakesAnErrorOnAllAndEveryoneCanRetry) {
     } catch (const std::exception& error) {
       text = error.what();
     }
-    if (text.find(world.rank() == 1 ? "planned" : "failed on rank 1") == std::string::npos) throw Error("said: " + text);
+    if (text.find(world.rank() == 1 ? "planned" : "failed on rank 1") == std::string::npos)
+      throw Error("said: " + text);
     engine.zero_grad();
     attempt(false);
     engine.step();
-    if (!at::allclose(a.detach(), at::full({3}, -2.0)) || !at::allclose(b.detach(), at::full({3}, -1.0))) throw Error("wrong numbers after the retry");
+    if (!at::allclose(a.detach(), at::full({3}, -2.0)) || !at::allclose(b.detach(), at::full({3}, -1.0)))
+      throw Error("wrong numbers after the retry");
   });
   EXPECT_THAT(texts, Each("none"));
 }
 TEST(Ranks, ThatUnfreezeDifferentlyGetAnError) {
-  EXPECT_THAT(errors(2, [](World world) {
-                auto a = leaf({3});
-                auto b = at::zeros({3});
-                Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{});
-                if (world.rank() == 1) b.requires_grad_();
-                (a + b).sum().backward();
-                engine.step();
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       auto a = leaf({3});
+                       auto b = at::zeros({3});
+                       Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{});
+                       if (world.rank() == 1) b.requires_grad_();
+                       (a + b).sum().backward();
+                       engine.step();
+                     }),
               Each(HasSubstr("frozen or unfrozen differently")));
 }
 TEST(Ranks, ThatClearDifferentGradientsGetAnError) {
-  EXPECT_THAT(errors(2, [](World world) {
-                auto a = leaf({3});
-                Engine engine(world, NamedTensors{{"layer.a", a}}, {}, SGD{});
-                a.sum().backward();
-                if (world.rank() == 1) a.mutable_grad().reset();
-                engine.step();
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       auto a = leaf({3});
+                       Engine engine(world, NamedTensors{{"layer.a", a}}, {}, SGD{});
+                       a.sum().backward();
+                       if (world.rank() == 1) a.mutable_grad().reset();
+                       engine.step();
+                     }),
               Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("none on rank 1"))));
 }
 TEST(Engine, SaysSoWhenAHookTakesAGradientAway) {
-  EXPECT_THAT(errors(2, [](World world) {
-                auto a = leaf({3});
-                Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{});
-                auto node = torch::autograd::impl::grad_accumulator(a);
-                struct Thief : torch::autograd::PostAccumulateGradHook {
-                  void operator()(const torch::autograd::Variable& v) override { v.mutable_grad().reset(); }
-                };
-                torch::autograd::impl::set_post_acc_grad_hooks(a, std::make_unique<Thief>());
-                a.sum().backward();
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       auto a = leaf({3});
+                       Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{});
+                       auto node = torch::autograd::impl::grad_accumulator(a);
+                       struct Thief : torch::autograd::PostAccumulateGradHook {
+                         void operator()(const torch::autograd::Variable& v) override { v.mutable_grad().reset(); }
+                       };
+                       torch::autograd::impl::set_post_acc_grad_hooks(a, std::make_unique<Thief>());
+                       a.sum().backward();
+                     }),
               Each(AllOf(HasSubstr("'a'"), HasSubstr("a hook took it away"))));
 }
 TEST(Engine, RaisesAsTorchDoesWhenAGraphIsWalkedAfterItsParametersChanged) {
-  EXPECT_THAT(errors(2, [](World world) {
-                torch::nn::Linear one(3, 3), two(3, 3);
-                torch::nn::Sequential model(one, two);
-                Engine engine(world, *model, SGD{});
-                auto loss = model->forward(torch::ones({2, 3})).pow(2).sum();
-                loss.backward({}, true);
-                engine.step();
-                loss.backward();
-              }),
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       torch::nn::Linear one(3, 3), two(3, 3);
+                       torch::nn::Sequential model(one, two);
+                       Engine engine(world, *model, SGD{});
+                       auto loss = model->forward(torch::ones({2, 3})).pow(2).sum();
+                       loss.backward({}, true);
+                       engine.step();
+                       loss.backward();
+                     }),
               Each(AnyOf(HasSubstr("modified by an inplace operation"), HasSubstr("failed on rank"))));
 }
 TEST(Engine, SaysSoWhenStepIsCalledInsideABackward) {
-  EXPECT_THAT(errors(1, [](World world) {
-                auto a = leaf({3});
-                Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{});
-                auto h = a * 2;
-                auto order = a * 1;
-                h.register_hook([&](const at::Tensor& g) { engine.step(); return g; });
-                engine.backward(h.sum() + order.sum());
-              }),
+  EXPECT_THAT(errors(1,
+                     [](World world) {
+                       auto a = leaf({3});
+                       Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{});
+                       auto h = a * 2;
+                       auto order = a * 1;
+                       h.register_hook([&](const at::Tensor& g) {
+                         engine.step();
+                         return g;
+                       });
+                       engine.backward(h.sum() + order.sum());
+                     }),
               Each(HasSubstr("inside a backward")));
 }
 

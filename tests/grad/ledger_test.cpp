@@ -44,7 +44,8 @@ std::string error_of(Fault fault, Held held = Held::no) {
 }
 
 MATCHER(NamesTheContribution, "names rank, parameter, backward and step") {
-  return arg.find("rank 0") != std::string::npos && (arg.find(".weight'") != std::string::npos || arg.find(".bias'") != std::string::npos) &&
+  return arg.find("rank 0") != std::string::npos &&
+         (arg.find(".weight'") != std::string::npos || arg.find(".bias'") != std::string::npos) &&
          arg.find("backward 1 of step 1") != std::string::npos;
 }
 
@@ -53,10 +54,12 @@ TEST(Ledger, FindsNothingInAGoodRun) {
   EXPECT_EQ(error_of(Fault::none, Held::yes), "no error");
 }
 TEST(Ledger, NamesADroppedDelivery) {
-  EXPECT_THAT(error_of(Fault::drop_delivery), AllOf(NamesTheContribution(), HasSubstr("dropped: 1 delivered, 0 reached")));
+  EXPECT_THAT(error_of(Fault::drop_delivery),
+              AllOf(NamesTheContribution(), HasSubstr("dropped: 1 delivered, 0 reached")));
 }
 TEST(Ledger, NamesADoubledDelivery) {
-  EXPECT_THAT(error_of(Fault::double_delivery), AllOf(NamesTheContribution(), HasSubstr("doubled: 1 delivered, 2 reached")));
+  EXPECT_THAT(error_of(Fault::double_delivery),
+              AllOf(NamesTheContribution(), HasSubstr("doubled: 1 delivered, 2 reached")));
 }
 TEST(Ledger, NamesABucketReducedEarly) {
   EXPECT_THAT(error_of(Fault::reduce_early), AllOf(NamesTheContribution(), HasSubstr("reduced early")));
@@ -68,7 +71,8 @@ TEST(Ledger, NamesABucketNeverReduced) {
   EXPECT_THAT(error_of(Fault::reduce_never), AllOf(NamesTheContribution(), HasSubstr("never reduced")));
 }
 TEST(Ledger, NamesAGradientConsumedUnreduced) {
-  EXPECT_THAT(error_of(Fault::consume_unreduced, Held::yes), AllOf(NamesTheContribution(), HasSubstr("consumed unreduced")));
+  EXPECT_THAT(error_of(Fault::consume_unreduced, Held::yes),
+              AllOf(NamesTheContribution(), HasSubstr("consumed unreduced")));
 }
 TEST(Ledger, NamesAGradientConsumedTwice) {
   EXPECT_THAT(error_of(Fault::consume_twice), AllOf(NamesTheContribution(), HasSubstr("consumed 2 times")));

@@ -39,19 +39,25 @@ void equals_libtorch(Optimizer ours, std::unique_ptr<torch::optim::Optimizer> (*
 }
 
 TEST(Updater, AdamWEqualsLibtorchs) {
-  equals_libtorch<AdamW>(AdamW{.lr = 0.02, .weight_decay = 0.1}, [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<torch::optim::AdamW>(p, torch::optim::AdamWOptions(0.02).weight_decay(0.1));
-  });
+  equals_libtorch<AdamW>(AdamW{.lr = 0.02, .weight_decay = 0.1},
+                         [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
+                           return std::make_unique<torch::optim::AdamW>(
+                               p, torch::optim::AdamWOptions(0.02).weight_decay(0.1));
+                         });
 }
 TEST(Updater, SgdWithNesterovMomentumEqualsLibtorchs) {
-  equals_libtorch<SGD>(SGD{.lr = 0.02, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true}, [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.02).momentum(0.9).weight_decay(0.01).nesterov(true));
-  });
+  equals_libtorch<SGD>(SGD{.lr = 0.02, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true},
+                       [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
+                         return std::make_unique<torch::optim::SGD>(
+                             p, torch::optim::SGDOptions(0.02).momentum(0.9).weight_decay(0.01).nesterov(true));
+                       });
 }
 TEST(Updater, SgdWithDampeningEqualsLibtorchs) {
-  equals_libtorch<SGD>(SGD{.lr = 0.02, .momentum = 0.9, .dampening = 0.3}, [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(0.02).momentum(0.9).dampening(0.3));
-  });
+  equals_libtorch<SGD>(SGD{.lr = 0.02, .momentum = 0.9, .dampening = 0.3},
+                       [](std::vector<at::Tensor> p) -> std::unique_ptr<torch::optim::Optimizer> {
+                         return std::make_unique<torch::optim::SGD>(
+                             p, torch::optim::SGDOptions(0.02).momentum(0.9).dampening(0.3));
+                       });
 }
 
 TEST(Updater, GivesEachGroupItsOwnValues) {
@@ -99,7 +105,8 @@ TEST(Updater, SumsBf16GradientsInF32AndKeepsF32Masters) {
     for (int step = 0; step < kSteps; ++step) {
       at::Tensor sum = at::zeros_like(master);
       for (int rank = 0; rank < ranks; ++rank) {
-        for (int micro = 0; micro < kMicro; ++micro) sum += gradient(master.to(at::kBFloat16), rank, micro).to(at::kFloat) / ranks;
+        for (int micro = 0; micro < kMicro; ++micro)
+          sum += gradient(master.to(at::kBFloat16), rank, micro).to(at::kFloat) / ranks;
       }
       master -= 1e-3 * sum;
     }

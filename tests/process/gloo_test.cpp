@@ -49,9 +49,13 @@ void plays(const std::string& scenario, const std::string& strategy, int ranks) 
   const std::string port = std::to_string(free_port());
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
-    const std::array<std::pair<const char*, std::string>, 7> environment = {
-        {{"RANK", std::to_string(rank)}, {"LOCAL_RANK", std::to_string(rank)}, {"WORLD_SIZE", std::to_string(ranks)},
-         {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}, {kScenario, scenario}, {kStrategy, strategy}}};
+    const std::array<std::pair<const char*, std::string>, 7> environment = {{{"RANK", std::to_string(rank)},
+                                                                             {"LOCAL_RANK", std::to_string(rank)},
+                                                                             {"WORLD_SIZE", std::to_string(ranks)},
+                                                                             {"MASTER_ADDR", "127.0.0.1"},
+                                                                             {"MASTER_PORT", port},
+                                                                             {kScenario, scenario},
+                                                                             {kStrategy, strategy}}};
     const pid_t child = fork();
     if (child == 0) {
       for (const auto& [name, value] : environment) setenv(name, value.c_str(), 1);
@@ -77,19 +81,18 @@ std::vector<std::string> strategy_names() {
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(Gloo, Processes,
-                         testing::Combine(testing::Values("BackwardsEachReducedWithoutZeroGradBetween",
-                                                          "RebuildBeforeTheHeldBackwards", "ZeroGradToNoneAtAnyMoment",
-                                                          "TwoForwardsThenTwoBackwardsInReverse",
-                                                          "UnfreezesWhatWasFrozenWhenTheEngineWasBuilt",
-                                                          "TwoLossesOverOneRetainedForwardZeroingBetween",
-                                                          "ReentrantCheckpointsAndAWeightInSeveral",
-                                                          "ParametersUsedOnTheLastRankOnly",
-                                                          "ARankWithNothingToContributeCallsTheEnginesBackward",
-                                                          "AnExceptionInBackwardThenARetry", "SeveralDtypesInOneModule",
-                                                          "ClippingByGlobalNormThatBites"),
-                                          testing::ValuesIn(strategy_names())),
-                         [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Gloo, Processes,
+    testing::Combine(testing::Values("BackwardsEachReducedWithoutZeroGradBetween", "RebuildBeforeTheHeldBackwards",
+                                     "ZeroGradToNoneAtAnyMoment", "TwoForwardsThenTwoBackwardsInReverse",
+                                     "UnfreezesWhatWasFrozenWhenTheEngineWasBuilt",
+                                     "TwoLossesOverOneRetainedForwardZeroingBetween",
+                                     "ReentrantCheckpointsAndAWeightInSeveral", "ParametersUsedOnTheLastRankOnly",
+                                     "ARankWithNothingToContributeCallsTheEnginesBackward",
+                                     "AnExceptionInBackwardThenARetry", "SeveralDtypesInOneModule",
+                                     "ClippingByGlobalNormThatBites"),
+                     testing::ValuesIn(strategy_names())),
+    [](const auto& info) { return std::get<0>(info.param) + "_" + std::get<1>(info.param); });
 
 TEST(Processes, FourOfThemEqualTheReferenceToo) { plays("EveryRankUsesAnotherPart", "ddp", 4); }
 

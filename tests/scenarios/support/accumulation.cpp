@@ -42,9 +42,7 @@ void for_each_gradient(Stage& stage, const std::function<void(int, at::Tensor&)>
   });
 }
 
-void one_backward(Stage& stage, int micro) {
-  stage.share(stage.as<Net>().loss(stage.input({4, 6}, micro))).backward();
-}
+void one_backward(Stage& stage, int micro) { stage.share(stage.as<Net>().loss(stage.input({4, 6}, micro))).backward(); }
 
 }  // namespace
 
@@ -83,8 +81,10 @@ std::vector<Scenario> accumulation_scenarios() {
     all.push_back(on_net("A3", to_none ? "ZeroGradToNoneAtAnyMoment" : "ZeroGradToZeroAtAnyMoment", [=](Stage& stage) {
       auto zero = [&] {
         for_each_gradient(stage, [&](int, at::Tensor& grad) {
-          if (to_none) grad.reset();
-          else if (grad.defined()) grad.detach().zero_();
+          if (to_none)
+            grad.reset();
+          else if (grad.defined())
+            grad.detach().zero_();
         });
       };
       zero();
@@ -138,8 +138,10 @@ std::vector<Scenario> accumulation_scenarios() {
       one_backward(stage, 2 * round);
       for_each_gradient(stage, [&](int i, at::Tensor& grad) {
         if (!grad.defined()) return;
-        if (i % 4 == 3) grad.reset();
-        else grad.detach().mul_(0.5);
+        if (i % 4 == 3)
+          grad.reset();
+        else
+          grad.detach().mul_(0.5);
       });
       if (round != 1) one_backward(stage, 2 * round + 1);
       stage.step();
@@ -148,7 +150,9 @@ std::vector<Scenario> accumulation_scenarios() {
   all.push_back(on_net("A4", "ReplacesGradientsByTheirClones", [](Stage& stage) {
     for (int round = 0; round < 3; ++round) {
       one_backward(stage, 2 * round);
-      for_each_gradient(stage, [](int, at::Tensor& grad) { if (grad.defined()) grad = grad.clone() * 2; });
+      for_each_gradient(stage, [](int, at::Tensor& grad) {
+        if (grad.defined()) grad = grad.clone() * 2;
+      });
       one_backward(stage, 2 * round + 1);
       stage.step();
     }
@@ -255,7 +259,8 @@ std::vector<Scenario> accumulation_scenarios() {
       }
     });
     scenario.build = [] {
-      return std::make_shared<Sizes>(std::vector<std::vector<int64_t>>{{}, {0}, {1}, {2}, {3}, {101}, {17, 23}, {0, 5}, {64}, {1, 1, 1}});
+      return std::make_shared<Sizes>(
+          std::vector<std::vector<int64_t>>{{}, {0}, {1}, {2}, {3}, {101}, {17, 23}, {0, 5}, {64}, {1, 1, 1}});
     };
     all.push_back(scenario);
     scenario.name = "ThousandsOfTinyParameters";

@@ -38,43 +38,66 @@ at::Tensor input(const Stage& stage, const Move& move) { return stage.input({3, 
 const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all = {
       {"backward", [](Stage& s, Chain& m, const Move& v) { s.share(m.loss(input(s, v), v.a)).backward(); }, 8},
-      {"backward of a head of the rank's own", [](Stage& s, Chain& m, const Move& v) { s.share(m.loss(input(s, v), v.a + s.rank)).backward(); }, 3},
-      {"held backward", [](Stage& s, Chain& m, const Move& v) { auto guard = s.no_sync(); s.share(m.loss(input(s, v), v.a)).backward(); }, 4},
-      {"backward twice over a retained graph", [](Stage& s, Chain& m, const Move& v) {
+      {"backward of a head of the rank's own",
+       [](Stage& s, Chain& m, const Move& v) { s.share(m.loss(input(s, v), v.a + s.rank)).backward(); }, 3},
+      {"held backward",
+       [](Stage& s, Chain& m, const Move& v) {
+         auto guard = s.no_sync();
+         s.share(m.loss(input(s, v), v.a)).backward();
+       },
+       4},
+      {"backward twice over a retained graph",
+       [](Stage& s, Chain& m, const Move& v) {
          auto loss = s.share(m.loss(input(s, v), v.a));
          loss.backward({}, true);
          if (v.b % 2 == 0) s.zero_grad();
          loss.backward();
-       }, 2},
-      {"two losses over one graph", [](Stage& s, Chain& m, const Move& v) {
+       },
+       2},
+      {"two losses over one graph",
+       [](Stage& s, Chain& m, const Move& v) {
          auto h = m.trunk(input(s, v), v.a);
          auto one = s.share(m.head(h, v.a)), two = s.share(m.head(h, v.b));
          one.backward({}, true);
          two.backward();
-       }, 2},
-      {"two forwards, two backwards", [](Stage& s, Chain& m, const Move& v) {
+       },
+       2},
+      {"two forwards, two backwards",
+       [](Stage& s, Chain& m, const Move& v) {
          auto one = s.share(m.loss(input(s, v), v.a)), two = s.share(m.loss(input(s, {0, v.b, v.a}), v.b));
          (v.b % 2 ? one : two).backward();
          (v.b % 2 ? two : one).backward();
-       }, 2},
-      {"backward into named inputs", [](Stage& s, Chain& m, const Move& v) {
+       },
+       2},
+      {"backward into named inputs",
+       [](Stage& s, Chain& m, const Move& v) {
          auto weight = m.layers[0]->bias;
          s.share(m.loss(input(s, v), v.a)).backward({}, false, false, std::vector<at::Tensor>{weight});
-       }, 1},
-      {"autograd::grad", [](Stage& s, Chain& m, const Move& v) {
+       },
+       1},
+      {"autograd::grad",
+       [](Stage& s, Chain& m, const Move& v) {
          torch::autograd::grad({m.loss(input(s, v), v.a)}, {m.heads[v.a % m.depth()]->bias});
-       }, 1},
-      {"gradient penalty", [](Stage& s, Chain& m, const Move& v) {
+       },
+       1},
+      {"gradient penalty",
+       [](Stage& s, Chain& m, const Move& v) {
          auto x = input(s, v).requires_grad_();
          auto loss = m.loss(x, v.a);
          s.share(loss + torch::autograd::grad({loss}, {x}, {}, true, true)[0].pow(2).sum()).backward();
-       }, 1},
-      {"checkpointed backward", [](Stage& s, Chain& m, const Move& v) {
-         const Checkpoint::Body body = [&m](const at::Tensor& h) { return m.layers.size() > 1 ? torch::tanh(m.layers[1]->forward(h)) : h * 2; };
+       },
+       1},
+      {"checkpointed backward",
+       [](Stage& s, Chain& m, const Move& v) {
+         const Checkpoint::Body body = [&m](const at::Tensor& h) {
+           return m.layers.size() > 1 ? torch::tanh(m.layers[1]->forward(h)) : h * 2;
+         };
          auto h = m.trunk(input(s, v), 0);
          s.share(m.head(checkpoint(body, checkpoint(body, h)) + h, v.a)).backward();
-       }, 2},
-      {"failing backward", [](Stage& s, Chain& m, const Move& v) {
+       },
+       2},
+      {"failing backward",
+       [](Stage& s, Chain& m, const Move& v) {
          auto h = m.trunk(input(s, v), v.a);
          h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
          try {
@@ -82,28 +105,58 @@ const std::vector<Kind>& kinds() {
          } catch (const std::runtime_error&) {
          }
          if (v.b % 2 == 0) s.zero_grad();
-       }, 1},
-      {"engine backward, nothing on one rank", [](Stage& s, Chain& m, const Move& v) {
+       },
+       1},
+      {"engine backward, nothing on one rank",
+       [](Stage& s, Chain& m, const Move& v) {
          s.backward(v.b % s.size == s.rank ? at::Tensor() : s.share(m.loss(input(s, v), v.a)));
-       }, 2},
+       },
+       2},
       {"zero_grad to none", [](Stage& s, Chain&, const Move&) { s.zero_grad(); }, 3},
-      {"zero_grad to zero", [](Stage& s, Chain& m, const Move&) {
-         s.all([&] { for (auto& p : m.parameters()) if (p.grad().defined()) p.mutable_grad().detach().zero_(); });
-       }, 1},
-      {"assign a gradient", [](Stage& s, Chain& m, const Move& v) {
-         s.all([&] { auto p = m.parameters()[v.a % m.parameters().size()]; p.mutable_grad() = at::full_like(p.detach(), 0.1 * (v.b + 1)); });
-       }, 2},
-      {"scale gradients", [](Stage& s, Chain& m, const Move& v) {
-         s.all([&] { for (auto& p : m.parameters()) if (p.grad().defined()) p.mutable_grad().detach().mul_(v.b % 2 ? 0.5 : -1.5); });
-       }, 1},
-      {"clear one gradient", [](Stage& s, Chain& m, const Move& v) {
+      {"zero_grad to zero",
+       [](Stage& s, Chain& m, const Move&) {
+         s.all([&] {
+           for (auto& p : m.parameters())
+             if (p.grad().defined()) p.mutable_grad().detach().zero_();
+         });
+       },
+       1},
+      {"assign a gradient",
+       [](Stage& s, Chain& m, const Move& v) {
+         s.all([&] {
+           auto p = m.parameters()[v.a % m.parameters().size()];
+           p.mutable_grad() = at::full_like(p.detach(), 0.1 * (v.b + 1));
+         });
+       },
+       2},
+      {"scale gradients",
+       [](Stage& s, Chain& m, const Move& v) {
+         s.all([&] {
+           for (auto& p : m.parameters())
+             if (p.grad().defined()) p.mutable_grad().detach().mul_(v.b % 2 ? 0.5 : -1.5);
+         });
+       },
+       1},
+      {"clear one gradient",
+       [](Stage& s, Chain& m, const Move& v) {
          s.all([&] { m.parameters()[v.a % m.parameters().size()].mutable_grad().reset(); });
-       }, 1},
-      {"freeze or unfreeze", [](Stage& s, Chain& m, const Move& v) {
-         s.all([&] { auto& p = m.layers[v.a % m.depth()]->weight; p.set_requires_grad(!p.requires_grad()); });
-       }, 1},
+       },
+       1},
+      {"freeze or unfreeze",
+       [](Stage& s, Chain& m, const Move& v) {
+         s.all([&] {
+           auto& p = m.layers[v.a % m.depth()]->weight;
+           p.set_requires_grad(!p.requires_grad());
+         });
+       },
+       1},
       {"step", [](Stage& s, Chain&, const Move&) { s.step(); }, 6},
-      {"step and zero_grad", [](Stage& s, Chain&, const Move&) { s.step(); s.zero_grad(); }, 4},
+      {"step and zero_grad",
+       [](Stage& s, Chain&, const Move&) {
+         s.step();
+         s.zero_grad();
+       },
+       4},
   };
   return all;
 }
@@ -178,9 +231,11 @@ FuzzCase shrink(FuzzCase failing) {
 }
 
 std::string tell(const FuzzCase& one) {
-  std::string text = "seed " + std::to_string(one.seed) + ", " + one.strategy + " on " + std::to_string(one.ranks) + " ranks:";
+  std::string text =
+      "seed " + std::to_string(one.seed) + ", " + one.strategy + " on " + std::to_string(one.ranks) + " ranks:";
   for (const Move& move : one.moves) {
-    text += "\n  " + std::string(kinds()[move.kind].name) + " (" + std::to_string(move.a) + ", " + std::to_string(move.b) + ")";
+    text += "\n  " + std::string(kinds()[move.kind].name) + " (" + std::to_string(move.a) + ", " +
+            std::to_string(move.b) + ")";
   }
   return text + "\n  step";
 }

@@ -194,7 +194,8 @@ std::vector<Scenario> graph_scenarios() {
     net.left->weight.remove_hook(key);
   });
   {
-    Scenario tied{"G6", "WeightsTiedAcrossModules", [] { return std::make_shared<Tied>(); }, [](Stage& stage) {
+    Scenario tied{"G6", "WeightsTiedAcrossModules", [] { return std::make_shared<Tied>(); },
+                  [](Stage& stage) {
                     for (int step = 0; step < 3; ++step) {
                       const auto tokens = stage.input({3, 4}, step).abs().mul(3).to(at::kLong).clamp(0, 6);
                       stage.share(stage.as<Tied>().loss(tokens)).backward();

@@ -37,7 +37,8 @@ struct Sizes : torch::nn::Module {
     at::Tensor total = torch::zeros({});
     const at::Tensor factor = x.sum();
     for (auto& weight : weights) {
-      if (weight.numel() > 0) total = total + (weight.to(at::kFloat) * factor).sin().sum() + weight.to(at::kFloat).pow(2).sum() * 0.1;
+      if (weight.numel() > 0)
+        total = total + (weight.to(at::kFloat) * factor).sin().sum() + weight.to(at::kFloat).pow(2).sum() * 0.1;
     }
     return total;
   }

@@ -36,14 +36,14 @@ Program train_half(int backwards) {
       stage.all([&] {
         const auto& weight = stage.as<HalfWeight>().weight;
         const auto rule = weight.grad_dtype();
-        if (rule && weight.grad().scalar_type() != *rule) throw std::logic_error("the gradient has another dtype than its rule");
+        if (rule && weight.grad().scalar_type() != *rule)
+          throw std::logic_error("the gradient has another dtype than its rule");
       });
       stage.step();
       stage.zero_grad();
     }
   };
 }
-
 
 }  // namespace
 
@@ -59,12 +59,15 @@ std::vector<Scenario> number_scenarios() {
   // bf16 keeps 8 bits: sums of ranks in another order differ by a unit in the last place of a parameter.
   half("AnF32GradientOfABf16ParameterRuleUnset", [](at::Tensor&) {}, 1, 2e-2);
   half("AnF32GradientOfABf16ParameterRuleF32", [](at::Tensor& weight) { weight.set_grad_dtype(at::kFloat); }, 1, 1e-2);
-  half("AnF32GradientOfABf16ParameterRuleNone", [](at::Tensor& weight) { weight.set_grad_dtype(std::nullopt); }, 2, 1e-2);
+  half(
+      "AnF32GradientOfABf16ParameterRuleNone", [](at::Tensor& weight) { weight.set_grad_dtype(std::nullopt); }, 2,
+      1e-2);
 
   {
     Scenario scenario{"N3", "SeveralDtypesInOneModule",
                       [] {
-                        auto model = std::make_shared<Sizes>(std::vector<std::vector<int64_t>>{{7}, {3, 5}, {11}, {2, 2}, {13}});
+                        auto model =
+                            std::make_shared<Sizes>(std::vector<std::vector<int64_t>>{{7}, {3, 5}, {11}, {2, 2}, {13}});
                         for (size_t i = 0; i < model->weights.size(); ++i) {
                           at::NoGradGuard no_grad;
                           const auto dtype = std::array{at::kFloat, at::kDouble, at::kBFloat16}[i % 3];
@@ -86,7 +89,8 @@ std::vector<Scenario> number_scenarios() {
   }
   for (const double limit : {0.05, 1e6}) {
     Scenario scenario{"N5", limit < 1 ? "ClippingByGlobalNormThatBites" : "ClippingByGlobalNormThatDoesNot",
-                      [] { return std::make_shared<Net>(); }, [](Stage& stage) {
+                      [] { return std::make_shared<Net>(); },
+                      [](Stage& stage) {
                         for (int step = 0; step < 3; ++step) {
                           stage.share(stage.as<Net>().loss(stage.input({4, 6}, step))).backward();
                           stage.step();
@@ -110,7 +114,8 @@ std::vector<Scenario> number_scenarios() {
                         const auto table = stage.model->parameters()[0];
                         for (int step = 0; step < 3; ++step) {
                           for (int micro = 0; micro < 2; ++micro) {
-                            const auto words = stage.input({6}, 10 * step + micro).abs().mul(4).to(at::kLong).clamp(0, 8);
+                            const auto words =
+                                stage.input({6}, 10 * step + micro).abs().mul(4).to(at::kLong).clamp(0, 8);
                             stage.share(torch::embedding(table, words, -1, false, true).pow(2).sum()).backward();
                           }
                           stage.step();
@@ -121,31 +126,33 @@ std::vector<Scenario> number_scenarios() {
     all.push_back(scenario);
   }
   {
-    Scenario scenario{"N6", "ComplexParameters",
-                      [] {
-                        struct Waves : torch::nn::Module {
-                          Waves() {
-                            wave = register_parameter("wave", torch::randn({3, 4}, at::kComplexFloat));
-                            real = register_parameter("real", torch::randn({4}));
-                          }
-                          at::Tensor wave, real;
-                        };
-                        return std::make_shared<Waves>();
-                      },
-                      [](Stage& stage) {
-                        const auto parameters = stage.model->parameters();
-                        for (int step = 0; step < 3; ++step) {
-                          const auto x = stage.input({4}, step);
-                          stage.share((parameters[0] * x).abs().pow(2).sum() + (parameters[1] * x).sin().sum()).backward();
-                          stage.step();
-                          stage.zero_grad();
-                        }
-                      }};
+    Scenario scenario{
+        "N6", "ComplexParameters",
+        [] {
+          struct Waves : torch::nn::Module {
+            Waves() {
+              wave = register_parameter("wave", torch::randn({3, 4}, at::kComplexFloat));
+              real = register_parameter("real", torch::randn({4}));
+            }
+            at::Tensor wave, real;
+          };
+          return std::make_shared<Waves>();
+        },
+        [](Stage& stage) {
+          const auto parameters = stage.model->parameters();
+          for (int step = 0; step < 3; ++step) {
+            const auto x = stage.input({4}, step);
+            stage.share((parameters[0] * x).abs().pow(2).sum() + (parameters[1] * x).sin().sum()).backward();
+            stage.step();
+            stage.zero_grad();
+          }
+        }};
     scenario.optimizer = SGD{.lr = 0.05, .momentum = 0.9};
     all.push_back(scenario);
   }
   {
-    Scenario scenario{"N0", "AdamWOverManySteps", [] { return std::make_shared<Net>(); }, [](Stage& stage) {
+    Scenario scenario{"N0", "AdamWOverManySteps", [] { return std::make_shared<Net>(); },
+                      [](Stage& stage) {
                         for (int step = 0; step < 10; ++step) {
                           // Parts that join later have younger optimizer state than their neighbours.
                           auto& net = stage.as<Net>();

@@ -85,11 +85,10 @@ std::unique_ptr<torch::optim::Optimizer> reference_optimizer(const Scenario& sce
     parameters.push_back(parameter);
   }
   if (const auto* adam = std::get_if<AdamW>(&scenario.optimizer)) {
-    return std::make_unique<torch::optim::AdamW>(
-        parameters, torch::optim::AdamWOptions(adam->lr)
-                        .betas({adam->beta1, adam->beta2})
-                        .eps(adam->eps)
-                        .weight_decay(adam->weight_decay));
+    return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(adam->lr)
+                                                                 .betas({adam->beta1, adam->beta2})
+                                                                 .eps(adam->eps)
+                                                                 .weight_decay(adam->weight_decay));
   }
   const auto& sgd = std::get<SGD>(scenario.optimizer);
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(sgd.lr)
@@ -181,13 +180,12 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
 
 Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of) {
   Outcome outcome;
-  run_local(
-      ranks,
-      [&](World world) {
-        Outcome mine = play_on(world, scenario, strategy);
-        if (world.rank() == of) outcome = std::move(mine);
-      },
-      {.timeout = std::chrono::seconds(20)});
+  run_local(ranks,
+            [&](World world) {
+              Outcome mine = play_on(world, scenario, strategy);
+              if (world.rank() == of) outcome = std::move(mine);
+            },
+            {.timeout = std::chrono::seconds(20)});
   return outcome;
 }
 

@@ -34,7 +34,11 @@ class Stage {
   void all(const std::function<void()>& action);
 
   void step();
-  void zero_grad() { all([this] { for (auto& p : model->parameters()) p.mutable_grad().reset(); }); }
+  void zero_grad() {
+    all([this] {
+      for (auto& p : model->parameters()) p.mutable_grad().reset();
+    });
+  }
   // loss.backward(), counted even when it reaches nothing.
   void backward(const at::Tensor& loss, bool retain_graph = false);
   std::unique_ptr<NoSync> no_sync();
