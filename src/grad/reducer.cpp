@@ -27,6 +27,8 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
     bucket.reduction.wait(here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     bucket.late = true;
     ledger_.late(bucket.index);
+    // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
+    if (gradient.defined()) sink.adopt(true);
   }
   return gradient;
 }
@@ -210,6 +212,7 @@ void Reducer::close_synced_pass() {
     for (size_t i = 0; i < late.size(); ++i) {
       if (late[i]) ledger_.late(static_cast<int>(i));
     }
+    adopt(all);  // before a second reduction: whoever had nothing now holds the mean of the first
     admit_newcomers(all, late);
     if (fault == Fault::reduce_twice) late[0] = true;
     reduce_and_wait(late, where);

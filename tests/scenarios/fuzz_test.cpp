@@ -33,13 +33,5 @@ TEST(Fuzz, RandomProgramsEqualTheReference) {
   std::cout << seed - first << " programs, all equal to the reference" << std::endl;
 }
 
-// Programs that once failed, forever.
-TEST(Fuzz, SeedsThatOnceFailedStayRight) {
-  for (const uint64_t seed : std::initializer_list<uint64_t>{1, 2, 3, 344260801, 322518183}) {
-    const FuzzCase one = random_case(seed);
-    EXPECT_EQ(play(one), "") << tell(one);
-  }
-}
-
 }  // namespace
 }  // namespace plumb::scenarios

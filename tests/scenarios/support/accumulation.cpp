@@ -234,6 +234,23 @@ std::vector<Scenario> accumulation_scenarios() {
       return model;
     };
     all.push_back(scenario);
+    scenario.name = "AssignsAGradientToAFrozenParameter";  // found by the fuzzer
+    scenario.program = [](Stage& stage) {
+      stage.all([&] { stage.as<Net>().body->weight.mutable_grad() = at::full({8, 6}, 0.1); });
+      stage.step();
+      one_backward(stage, 0);
+      stage.step();
+    };
+    all.push_back(scenario);
+    scenario.name = "UnfreezesWhatOnlyOneRankUses";  // found by the fuzzer
+    scenario.program = [](Stage& stage) {
+      stage.all([&] { stage.as<Net>().left->bias.set_requires_grad(true); });
+      auto& net = stage.as<Net>();
+      const auto x = stage.input({4, 6});
+      stage.share(stage.rank == 0 ? net.loss_left(x) : net.loss_right(x)).backward();
+      stage.step();
+    };
+    all.push_back(scenario);
     scenario.name = "UnfreezesTheOnlyParameterThatIsReached";
     scenario.program = [](Stage& stage) {
       one_backward(stage, 0);

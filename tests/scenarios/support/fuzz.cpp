@@ -96,6 +96,16 @@ const std::vector<Kind>& kinds() {
          s.share(m.head(checkpoint(body, checkpoint(body, h)) + h, v.a)).backward();
        },
        2},
+      {"checkpointed backward on some ranks, a head of the rank's own",
+       [](Stage& s, Chain& m, const Move& v) {
+         const Checkpoint::Body body = [&m](const at::Tensor& h) {
+           return m.layers.size() > 1 ? torch::tanh(m.layers[1]->forward(h)) : h * 2;
+         };
+         auto h = m.trunk(input(s, v), 0);
+         if ((s.rank + v.b) % 2 == 0) h = checkpoint(body, checkpoint(body, h));
+         s.share(m.head(h, v.a + s.rank)).backward();
+       },
+       2},
       {"failing backward",
        [](Stage& s, Chain& m, const Move& v) {
          auto h = m.trunk(input(s, v), v.a);

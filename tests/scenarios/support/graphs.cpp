@@ -12,6 +12,17 @@ Scenario on_net(std::string id, std::string name, Program program) {
   return scenario;
 }
 
+// Takes part in the graph, and has no gradient for its weight.
+struct Silent : torch::autograd::Function<Silent> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor&) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0], at::Tensor()};
+  }
+};
+
 // The program for three steps, zeroing after each.
 Program three_steps(std::function<void(Stage&, Net&, const at::Tensor&)> body) {
   return [body = std::move(body)](Stage& stage) {
@@ -108,6 +119,25 @@ std::vector<Scenario> graph_scenarios() {
       return gradient;
     });
     stage.share(net.left->forward(h).pow(2).mean()).backward();
+  });
+  add("G5", "ALateGradientOnOneRankBesideParametersOthersDoNotUse", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const Checkpoint::Body middle = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const auto h = torch::tanh(net.body->forward(x));
+    const auto y = stage.rank == 0 ? checkpoint(middle, checkpoint(middle, h)) : middle(h);
+    stage.share(stage.rank % 2 == 0 ? net.left->forward(y).pow(2).mean() : net.right->forward(y).pow(2).mean())
+        .backward();
+  });
+  add("G5", "ALateGradientAfterAnUndefinedOne", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const Checkpoint::Body again = [&net](const at::Tensor& h) {
+      return torch::tanh(torch::linear(h, net.spare->weight).matmul(net.spare->weight));
+    };
+    auto h = torch::tanh(net.body->forward(x));
+    if (stage.rank == 0) {
+      h = Silent::apply(checkpoint(again, h), net.spare->weight);
+      stage.share(net.left->forward(h).pow(2).mean()).backward();
+    } else {
+      stage.share(net.left->forward(h).pow(2).mean() + torch::linear(h, net.spare->weight).sum()).backward();
+    }
   });
   add("G6", "AModuleCalledTwice", [](Stage& stage, Net& net, const at::Tensor& x) {
     auto h = torch::tanh(net.body->forward(x));
