@@ -99,6 +99,7 @@ std::vector<Scenario> number_scenarios() {
                       }};
     scenario.options.clip_norm = limit;
     scenario.options.bucket_bytes = 300;
+    scenario.options.first_bucket_bytes = 100;
     all.push_back(scenario);
   }
   {
