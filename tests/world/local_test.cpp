@@ -169,19 +169,20 @@ TEST(Local, ACollectiveEndsWhenAllHaveArrivedThoughNobodyWaits) {
 }
 
 TEST(Local, ATimeOutNamesTheRankThatDidNotCome) {
-  std::atomic<bool> done{false};
+  std::atomic<int> timed_out{0};
   const std::string text = error_of(
       3,
       [&](World world) {
         at::Tensor tensor = at::ones({4});
         if (world.rank() == 2) {
-          while (!done) std::this_thread::yield();
+          // Leaving as soon as one has timed out would give the other another reason.
+          while (timed_out < 2) std::this_thread::yield();
           return;
         }
         try {
           data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 3, .pass = 1});
         } catch (...) {
-          done = true;
+          ++timed_out;
           throw;
         }
       },
