@@ -222,8 +222,8 @@ void Reducer::close_synced_pass() {
     throw;
   }
   held_ = false;
-  throw_if_failed(all, true);
   if (failure_) return;
+  throw_if_failed_elsewhere(all);
   ledger_.close_pass(Ledger::Sync::reduced);
   if (!rebuilt_) rebuild();
 }
@@ -270,11 +270,7 @@ void Reducer::check_in_step(const std::vector<Facts>& all) const {
   }
 }
 
-void Reducer::throw_if_failed(const std::vector<Facts>& all, bool failure_is_known) {
-  if (failure_) {
-    if (!failure_is_known) std::rethrow_exception(failure_);
-    return;
-  }
+void Reducer::throw_if_failed_elsewhere(const std::vector<Facts>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (!all[rank].failed) continue;
     ledger_.abandon_pass();

@@ -84,7 +84,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late);
   void reduce_and_wait(const std::vector<bool>& which, const Where& where);
   void adopt(const std::vector<Facts>& all);
-  void throw_if_failed(const std::vector<Facts>& all, bool failure_is_known);
+  void throw_if_failed_elsewhere(const std::vector<Facts>& all);
   void check_alive() const;
 
   World world_;
