@@ -34,7 +34,8 @@ namespace plumb {
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 struct Options {
-  std::string strategy = "ddp";
+  std::string strategy = "ddp";  // a row of the placement table
+  Mesh mesh;                     // the axes that sharding and replication run over; by default the strategy's own
   int64_t bucket_bytes = 4 << 20;        // cap of a bucket
   int64_t first_bucket_bytes = 1 << 20;  // cap of the first one, so that communication starts early
   // The dtype gradients are summed in, over micro-batches and over ranks. Unset: each parameter's own rule (its
@@ -46,6 +47,14 @@ struct Options {
   std::optional<double> clip_norm;
   Schedule schedule;
   std::vector<ParameterGroup> groups;
+  // no_sync with sharded gradients. Off: each backward is reduced all the same, and no rank ever holds a whole
+  // gradient. On: nothing travels, and .grad is this rank's whole, unsharded sum until it does.
+  bool hold_unsharded = false;
+  // Gradients are summed as one binary tree over `virtual_ranks` shares of the global batch, one backward each, so that
+  // a run gives the same bits on every number of ranks and in every strategy. Each step takes virtual_ranks / ranks
+  // backwards on every rank.
+  bool deterministic = false;
+  int virtual_ranks = 8;
   // Accounts for every contribution; an Error names the one that was lost, doubled or taken early.
   bool ledger = true;
 };
@@ -92,6 +101,10 @@ class Engine {
   // Settles every gradient of this step over the ranks, clips, updates the parameters, and broadcasts rank 0's buffers.
   // Collective: every rank calls it after the same number of backwards. Gradients stay; zero_grad() clears them.
   StepInfo step();
+
+  // The whole reduced gradient of a parameter, a copy; undefined where it has none. Collective where gradients are
+  // sharded: p.grad() is this rank's piece of it then.
+  at::Tensor full_gradient(const at::Tensor& parameter);
 
   // Forgets all gradients of this engine's parameters, as module.zero_grad() does.
   void zero_grad();

@@ -54,14 +54,26 @@ NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) 
   return result;
 }
 
-void check_options(int rank, const Options& options) {
-  strategy(options.strategy);
+void check_options(int rank, int size, const Options& options) {
+  const Strategy& row = strategy(options.strategy);
+  const Mesh mesh = mesh_of(row, options.mesh, size);
   if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0) {
     throw Error(rank, "the bucket caps are " + std::to_string(options.first_bucket_bytes) + " and " +
                           std::to_string(options.bucket_bytes) + " bytes; both must be positive");
   }
   if (options.clip_norm && !(*options.clip_norm > 0)) {
     throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
+  }
+  if (options.deterministic) {
+    const int shares = options.virtual_ranks;
+    const auto power_of_two = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
+    if (shares < 1 || shares % size != 0 || !(power_of_two(size) || shares == size) ||
+        !(power_of_two(mesh.replicate) || mesh.shard == 1)) {
+      throw Error(rank, "deterministic mode cuts the batch into " + std::to_string(shares) +
+                            " shares (virtual_ranks) as a binary tree, which " + std::to_string(size) +
+                            " ranks cannot share evenly; choose virtual_ranks as a multiple of the ranks, and the ranks "
+                            "as a power of two");
+    }
   }
   if (options.accumulate_dtype && !at::isFloatingType(*options.accumulate_dtype)) {
     throw Error(rank,
@@ -75,7 +87,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
                    Options the_options)
     : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
       buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
-  check_options(world.rank(), options);
+  check_options(world.rank(), world.size(), options);
   // A rank that finds its own model wanting tells the others before it leaves.
   std::exception_ptr failure;
   try {
@@ -87,7 +99,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   try {
     check_together(world, failure);
     check_same_model(world, parameters, buffers, optimizer, options);
-    reducer = std::make_shared<Reducer>(world, parameters, options);
+    reducer = std::make_shared<Reducer>(world, parameters, std::vector<int>(parameters.size(), -1), options);
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
     broadcast(parameters, where);
     broadcast(buffers, where);
@@ -156,18 +168,23 @@ StepInfo Engine::step() {
   info.step = reducer.steps();
   const double factor = impl_->options.schedule.factor(info.step);
   info.lr = impl_->updater.lr() * factor;
+  const Where norm_at = reducer.here(Where::Kind::step, "the gradient norm");
   if (impl_->options.clip_norm) {
-    info.grad_norm = gradient_norm(reducer.buckets());
+    info.grad_norm = gradient_norm(reducer.buckets(), reducer.shards(reducer.row().gradient), reducer.shard(),
+                                   impl_->options.deterministic ? NormOrder::exact : NormOrder::any, norm_at);
     clip_gradients(reducer.buckets(), info.grad_norm, *impl_->options.clip_norm);
   }
   std::vector<bool> active;
   for (const Sink& sink : reducer.sinks()) active.push_back(sink.grad().defined());
-  impl_->updater.step(reducer.buckets(), factor, reducer.ledger(), reducer.fault);
+  impl_->updater.step(reducer.buckets(), reducer.shard(), factor, reducer.ledger(), reducer.fault,
+                      reducer.here(Where::Kind::step, "the updated parameters"));
   reducer.ledger().close_step(active);
   impl_->broadcast(impl_->buffers, reducer.here(Where::Kind::step, "the broadcast of rank 0's buffers"));
   reducer.finish_step();
   return info;
 }
+
+at::Tensor Engine::full_gradient(const at::Tensor& parameter) { return impl_->reducer->full_gradient(parameter); }
 
 void Engine::zero_grad() {
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();

@@ -14,16 +14,29 @@ namespace plumb {
 
 struct Bucket {
   int index = -1;
+  int unit = -1;             // the unit whose parameters these are; -1: parameters that are always whole
   std::vector<Sink*> sinks;  // in the order they lie in memory
-  at::Tensor gradient;       // flat, with padding that stays zero
-  at::Tensor parameter;      // flat, the same places; undefined until an optimizer wants it
-  Producers producers;       // whoever wrote `gradient` since the last reduction
+  int64_t numel = 0;         // of all of them, with padding that stays zero
+  Range kept;                // of the reduced gradient: this rank's part where gradients are sharded, otherwise all of it
+  Range updated;             // by this rank's optimizer: its part where the state is sharded, otherwise all of it
+  Range held;                // of the parameters: this rank's part where they are sharded, otherwise all of them
+  at::Tensor gradient;       // the reduced gradient, `kept` of it; sharded: made when the first one comes
+  at::Tensor parameter;      // flat, `held` of them; undefined until somebody wants it
+  Producers producers;       // whoever wrote the gradient since the last reduction
+
+  // Where gradients are not summed in place: what this pass has contributed, from its first gradient to its reduction.
+  at::Tensor incoming;
+  at::Tensor arriving;            // the reduction of it, when it is to be added to `gradient`
+  std::vector<at::Tensor> shares;  // deterministic mode: partial sums of this step's passes, as a binary tree
 
   // The state of this pass.
   int waiting = 0;        // sinks whose gradient is still expected
   bool launched = false;  // the reduction has begun
   bool late = false;      // a gradient came after that: reduce once more when the backward has ended
+  bool under_way = false;
   Pending reduction;
+
+  int64_t after(size_t sink) const { return sink + 1 < sinks.size() ? sinks[sink + 1]->slot.offset : numel; }
 };
 
 }  // namespace plumb

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <tuple>
 
@@ -10,30 +11,44 @@
 namespace plumb {
 namespace {
 
-using Kind = std::tuple<at::ScalarType, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+using Kind = std::tuple<int, bool, at::ScalarType, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
-// The layout of these sinks in this order; `indices[i]` is the sink of the layout's item i.
-Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options) {
+// The layout of these sinks in this order; `indices[i]` is the sink of the layout's item i. Each unit has buckets of its
+// own, however large; parameters of no unit lie behind them, in buckets up to the cap. Frozen parameters of a unit lie
+// apart from trained ones, which alone need gradients and state.
+Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options, int shards) {
   std::map<Kind, int> kinds;
   std::vector<Item> items;
-  std::vector<int> order;
+  std::vector<int> in_units, others;
   for (int index : indices) {
     const Sink& sink = sinks[index];
     const at::Tensor& parameter = sink.parameter;
-    const Kind kind{sink.rule.bucket, parameter.scalar_type(), parameter.device().type(), parameter.device().index()};
+    const bool frozen = sink.unit >= 0 && !parameter.requires_grad();
+    const c10::Device device = parameter.device();
+    const Kind kind{sink.unit, frozen, sink.rule.bucket, parameter.scalar_type(), device.type(), device.index()};
     const int number = kinds.emplace(kind, static_cast<int>(kinds.size())).first->second;
-    order.push_back(static_cast<int>(items.size()));
+    (sink.unit >= 0 ? in_units : others).push_back(static_cast<int>(items.size()));
     items.push_back({parameter.numel(), static_cast<int64_t>(c10::elementSize(sink.rule.bucket)), number});
   }
-  return plan(items, order, {options.bucket_bytes, options.first_bucket_bytes, 1});
+  constexpr int64_t no_cap = std::numeric_limits<int64_t>::max();
+  Layout layout = plan(items, in_units, {no_cap, no_cap, shards});
+  const Layout rest = plan(items, others, {options.bucket_bytes, options.first_bucket_bytes, shards});
+  for (int item : others) {
+    layout.slots[item] = rest.slots[item];
+    layout.slots[item].bucket += static_cast<int>(layout.buckets.size());
+  }
+  layout.buckets.insert(layout.buckets.end(), rest.buckets.begin(), rest.buckets.end());
+  return layout;
 }
 
 }  // namespace
 
-Reducer::Reducer(World world, const NamedTensors& parameters, const Options& options)
-    : world_(std::move(world)), options_(options), groups_(new_groups(world_)), data_(groups_.data),
+Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> unit_of, const Options& options)
+    : world_(std::move(world)), options_(options), row_(strategy(options.strategy)),
+      mesh_(mesh_of(row_, options.mesh, world_.size())), groups_(new_groups(world_, mesh_)), data_(groups_.data),
       control_(groups_.control), ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
-      candidates_(parameters), sink_of_(parameters.size(), -1) {}
+      deterministic_(options.deterministic), shards_gradient_(shards(row_.gradient)), candidates_(parameters),
+      unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1) {}
 
 void Reducer::start() {
   backward::install();
@@ -47,8 +62,8 @@ std::vector<int> Reducer::newcomers() const {
   std::vector<int> result;
   for (size_t i = 0; i < candidates_.size(); ++i) {
     const at::Tensor& parameter = candidates_[i].second;
-    if (sink_of_[i] < 0 && (parameter.requires_grad() || parameter.grad().defined()))
-      result.push_back(static_cast<int>(i));
+    const bool wanted = parameter.requires_grad() || parameter.grad().defined() || unit_of_[i] >= 0;
+    if (sink_of_[i] < 0 && wanted) result.push_back(static_cast<int>(i));
   }
   return result;
 }
@@ -67,12 +82,13 @@ void Reducer::admit(const std::vector<int>& candidates) {
     sink.index = static_cast<int>(sinks_.size()) - 1;
     sink.name = name;
     sink.parameter = parameter;
+    sink.unit = unit_of_[candidate];
     sink.rule = grad_rule(parameter, options_.accumulate_dtype);
     sink_of_[candidate] = sink.index;
     indices.push_back(sink.index);
     hook(sink);
   }
-  place(plan_sinks(sinks_, indices, options_), indices);
+  place(plan_sinks(sinks_, indices, options_, data_.size()), indices);
 }
 
 // A frozen parameter has no accumulator to hook; it is hooked when it thaws.
@@ -96,13 +112,26 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
     const int number = static_cast<int>(buckets_.size());
     Bucket& bucket = buckets_.emplace_back();
     bucket.index = number;
-    const Sink& any = sinks_[indices[shape.items[0]]];
-    bucket.gradient =
-        data_.allocate(shape.numel, at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device())).zero_();
+    bucket.numel = shape.numel;
+    bucket.unit = sinks_[indices[shape.items[0]]].unit;
+    const Range own = owned(shape.numel, groups_.shard.rank(), groups_.shard.size());
+    const Range all{0, shape.numel};
+    bucket.kept = shards_gradient_ ? own : all;
+    bucket.updated = shards(row_.state) ? own : all;
+    bucket.held = bucket.unit >= 0 ? own : all;
     for (int item : shape.items) {
       Sink& sink = sinks_[indices[item]];
       const Slot slot{number, layout.slots[item].offset};
-      sink.bind(slot, view_in(bucket.gradient, slot.offset, sink.parameter));
+      if (!shards_gradient_ && !bucket.gradient.defined()) {
+        bucket.gradient =
+            data_.allocate(shape.numel, at::TensorOptions().dtype(sink.rule.bucket).device(sink.parameter.device()))
+                .zero_();
+      }
+      if (shards_gradient_) {
+        sink.slot = slot;
+      } else {
+        sink.bind(slot, view_in(bucket.gradient, slot.offset, sink.parameter));
+      }
       bucket.sinks.push_back(&sink);
     }
   }
@@ -151,7 +180,35 @@ void Reducer::rebuild() {
   const std::vector<int> indices(order.begin(), order.end());
   std::deque<Bucket> old = std::move(buckets_);  // alive until every gradient has moved
   buckets_.clear();
-  place(plan_sinks(sinks_, indices, options_), indices);
+  if (shards_gradient_) return reshard(old, indices);
+  place(plan_sinks(sinks_, indices, options_, data_.size()), indices);
+}
+
+// Pieces move to other ranks: one old bucket at a time is gathered, and everybody takes what is his.
+void Reducer::reshard(std::deque<Bucket>& old, const std::vector<int>& indices) {
+  at::NoGradGuard no_grad;
+  struct Piece {
+    Slot slot;
+    bool has = false;
+  };
+  std::vector<Piece> before;
+  for (Sink& sink : sinks_) before.push_back({sink.slot, sink.grad_in_bucket()});
+  place(plan_sinks(sinks_, indices, options_, data_.size()), indices);
+  const Where where = here(Where::Kind::rebuild, "the gradients in their new order");
+  for (Bucket& bucket : buckets_) make_gradient(bucket);
+  for (Bucket& from : old) {
+    if (!from.gradient.defined()) continue;
+    const at::Tensor whole = data_.allocate(from.numel, from.gradient.options());
+    groups_.shard.all_gather(whole, from.gradient).wait(where);
+    for (Sink* sink : from.sinks) {
+      if (!before[sink->index].has) continue;
+      const Bucket& to = buckets_[sink->slot.bucket];
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), to.kept);
+      const int64_t begin = before[sink->index].slot.offset + mine.begin - sink->slot.offset;
+      sink->view.copy_(whole.narrow(0, begin, mine.size()).view(sink->view.sizes()));
+      sink->grad() = sink->view;
+    }
+  }
 }
 
 }  // namespace plumb

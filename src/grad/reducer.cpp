@@ -24,12 +24,17 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
   // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
   Bucket& bucket = buckets_[sink.slot.bucket];
   if (bucket.launched && fault != Fault::reduce_early) {
-    bucket.reduction.wait(here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
+    finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     bucket.late = true;
     ledger_.late(bucket.index);
     // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
     if (gradient.defined()) sink.adopt(true);
   }
+  if (eaten_) {
+    if (gradient.defined()) take(sink, gradient);
+    return {};
+  }
+  if (shards_gradient_ && gradient.defined() && sink.grad_in_bucket()) sink.make_whole(bucket.kept, mesh_.shard);
   return gradient;
 }
 
@@ -48,10 +53,16 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
     bucket.producers.wrote(bucket.gradient.device());
     if (fault != Fault::drop_delivery) ++sink.unsettled;
     if (fault == Fault::double_delivery) ++sink.unsettled;
-    if (sink.must_settle_now()) settle(sink, 1.0);
+    if (sink.must_settle_now()) {
+      if (shards_gradient_) {
+        sink.grad() = sink.grad().to(sink.rule.bucket).to_dense();
+      } else {
+        settle(sink, 1.0);
+      }
+    }
   }
   ready_order_.push_back(sink.index);
-  if (sink.deliveries++ == 0) --bucket.waiting;
+  if (sink.deliveries++ == 0 && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete) on_complete(bucket);
   if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) reduce(bucket);
   if (synced_) launch_ready();
 }
@@ -60,7 +71,8 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
 
 void Reducer::open_pass() {
   open_ = true;
-  synced_ = no_sync_ == 0;
+  synced_ = !deterministic_ && (no_sync_ == 0 || (shards_gradient_ && !options_.hold_unsharded));
+  eaten_ = deterministic_ || (shards_gradient_ && synced_);
   failure_ = nullptr;
   last_task_ = -1;
   next_ = 0;
@@ -72,11 +84,13 @@ void Reducer::open_pass() {
     bucket.waiting = 0;
     for (Sink* sink : bucket.sinks) {
       hook(*sink);
-      sink->deliveries = sink->unsettled = 0;
+      sink->deliveries = sink->unsettled = sink->taken = 0;
+      sink->given = false;
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
   }
   untangle();
+  if (deterministic_) prepare_share();
 }
 
 // A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
@@ -85,11 +99,16 @@ void Reducer::untangle() {
   for (Sink& sink : sinks_) {
     if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;
     for (const Bucket& bucket : buckets_) {
-      if (sink.grad().storage().is_alias_of(bucket.gradient.storage())) {
-        at::NoGradGuard no_grad;
-        sink.grad() = sink.grad().clone();
-        break;
+      if (!bucket.gradient.defined() || !sink.grad().storage().is_alias_of(bucket.gradient.storage())) continue;
+      at::NoGradGuard no_grad;
+      if (shards_gradient_ && (sink.grad().sizes() != sink.view.sizes() ||
+                               sink.grad().const_data_ptr() != sink.view.const_data_ptr())) {
+        throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
+                                       "' is another parameter's piece; where gradients are sharded, pieces cannot be "
+                                       "moved between parameters: assign whole gradients (engine.full_gradient)");
       }
+      sink.grad() = sink.grad().clone();
+      break;
     }
   }
 }
@@ -113,6 +132,8 @@ void Reducer::reduce(Bucket& bucket) {
   at::NoGradGuard no_grad;
   bucket.launched = true;
   if (fault == Fault::reduce_never && bucket.index == 0) return;
+  bucket.under_way = true;
+  if (eats()) return reduce_incoming(bucket);
   const auto device = bucket.gradient.device();
   bucket.producers.join(device);
   const double mean = 1.0 / data_.size();
@@ -180,6 +201,7 @@ void Reducer::close_pass(bool failure_is_known) {
     close_synced_pass();
   } else {
     held_ = true;
+    if (deterministic_) push_shares();
     // What is held stays in .grad, where the next reduction finds it.
     for (Sink& sink : sinks_) {
       for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
@@ -200,12 +222,17 @@ void Reducer::close_synced_pass() {
     }
     std::vector<bool> late;
     for (const Bucket& bucket : buckets_) late.push_back(bucket.late);
+    auto finish_all = [&] {
+      for (Bucket& bucket : buckets_) {
+        Where detailed = where;
+        detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
+        finish(bucket, detailed);
+      }
+    };
+    // A reduction over two axes has a second part that begins in finish(): nobody may wait for facts before it.
+    if (shards_gradient_ && groups_.replicate.size() > 1) finish_all();
     all = agree(Where::Kind::backward, late);
-    for (Bucket& bucket : buckets_) {
-      Where detailed = where;
-      detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
-      bucket.reduction.wait(detailed);
-    }
+    finish_all();
     for (const Facts& facts : all) {
       for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
     }
@@ -217,6 +244,7 @@ void Reducer::close_synced_pass() {
     if (fault == Fault::reduce_twice) late[0] = true;
     reduce_and_wait(late, where);
     adopt(all);
+    for (Sink& sink : sinks_) sink.given = false;
   } catch (const std::exception& error) {
     broken_ = error.what();
     throw;
@@ -225,7 +253,9 @@ void Reducer::close_synced_pass() {
   if (failure_) return;
   throw_if_failed_elsewhere(all);
   ledger_.close_pass(Ledger::Sync::reduced);
-  if (!rebuilt_) rebuild();
+  // Sharded state stays where it is, and so do the parameters of units.
+  const bool movable = !shards(row_.parameter) && (steps_ == 0 || !shards(row_.state));
+  if (!rebuilt_ && movable) rebuild();
 }
 
 // ---- agreement
@@ -238,7 +268,7 @@ std::vector<Facts> Reducer::agree(Where::Kind kind, std::vector<bool> late) {
   mine.failed = failure_ != nullptr;
   mine.newcomers = newcomers_digest();
   mine.late = std::move(late);
-  for (const Sink& sink : sinks_) mine.used.push_back(sink.grad().defined());
+  for (const Sink& sink : sinks_) mine.used.push_back(sink.grad().defined() || sink.given);
   if (control_.size() == 1) return {mine};
   std::vector<Facts> all;
   for (const auto& words : control_.exchange(mine.pack(), here(kind))) {
@@ -286,7 +316,7 @@ void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where
     if (which[i]) reduce(buckets_[i]);
   }
   for (size_t i = 0; i < which.size(); ++i) {
-    if (which[i]) buckets_[i].reduction.wait(where);
+    if (which[i]) finish(buckets_[i], where);
   }
 }
 
@@ -307,10 +337,14 @@ void Reducer::settle_step() {
   failure_ = nullptr;
   untangle();
   std::vector<bool> late;
-  for (const Bucket& bucket : buckets_) {
+  for (Bucket& bucket : buckets_) {
+    for (Sink* sink : bucket.sinks) {
+      sink->given = false;
+      sink->taken = 0;
+    }
     const bool elsewhere =
         std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad_elsewhere(); });
-    late.push_back((held_ || elsewhere) && fault != Fault::consume_unreduced);
+    late.push_back(((held_ && (!shards_gradient_ || deterministic_)) || elsewhere) && fault != Fault::consume_unreduced);
   }
   const Where where = here(Where::Kind::step);
   std::vector<Facts> all;
@@ -319,6 +353,7 @@ void Reducer::settle_step() {
     for (const Facts& facts : all) {
       for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
     }
+    if (deterministic_) check_shares();
     admit_newcomers(all, late);
     reduce_and_wait(late, where);
   } catch (const std::exception& error) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,7 +27,8 @@ namespace plumb {
 
 class Reducer : public backward::Listener, public std::enable_shared_from_this<Reducer> {
  public:
-  Reducer(World world, const NamedTensors& parameters, const Options& options);
+  // `unit_of`: by parameter, the unit that gathers it; -1 for one that is always whole.
+  Reducer(World world, const NamedTensors& parameters, std::vector<int> unit_of, const Options& options);
 
   // Arms the hooks; separate from construction because they refer back to this object.
   void start();
@@ -52,6 +54,16 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Ledger& ledger() { return ledger_; }
   const World& world() const { return world_; }
   Group& data() { return data_; }
+  Group& control() { return control_; }
+  Group& shard() { return groups_.shard; }
+  Group& replicate() { return groups_.replicate; }
+  bool shards(Placement placement) const { return placement == Placement::sharded && groups_.shard.size() > 1; }
+  const Strategy& row() const { return row_; }
+  // Where gradients are sharded or not, the whole reduced gradient of a parameter; undefined where it has none. Collective.
+  at::Tensor full_gradient(const at::Tensor& parameter);
+  // Called with a bucket of a unit when its last expected gradient has come.
+  std::function<void(Bucket&)> on_complete;
+  const Sink* sink_of(const at::Tensor& parameter) const;
   Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
   int64_t steps() const { return steps_; }
 
@@ -65,6 +77,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void hook(Sink& sink);
   void place(const Layout& layout, const std::vector<int>& indices);
   void rebuild();
+  void reshard(std::deque<Bucket>& old, const std::vector<int>& indices);
 
   at::Tensor before_accumulation(Sink& sink, const at::Tensor& gradient);
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
@@ -74,6 +87,20 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void settle(Sink& sink, double scale);
   void reduce(Bucket& bucket);
   void copy_together(Bucket& bucket);
+
+  // Gradients that are not summed in place: sharded ones, and all of them in deterministic mode.
+  bool eats() const { return deterministic_ || shards_gradient_; }
+  void take(Sink& sink, const at::Tensor& gradient);
+  void open_incoming(Bucket& bucket);
+  void make_gradient(Bucket& bucket);
+  void complete_incoming(Bucket& bucket, double scale);
+  void reduce_incoming(Bucket& bucket);
+  void reduce_tree(Bucket& bucket, const at::Tensor& target);
+  void finish(Bucket& bucket, const Where& where);
+  void keep_few_in_flight();
+  void push_shares();
+  void prepare_share();
+  void check_shares() const;
   void close_pass(bool failure_is_known);
   void close_synced_pass();
 
@@ -89,11 +116,16 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
   World world_;
   Options options_;
+  const Strategy& row_;
+  Mesh mesh_;
   Groups groups_;
   Group& data_;
   Group& control_;
   Ledger ledger_;
+  const bool deterministic_;
+  bool shards_gradient_ = false;
   NamedTensors candidates_;   // everything that could be trained
+  std::vector<int> unit_of_;  // by candidate
   std::vector<int> sink_of_;  // by candidate; -1 while it has never required a gradient
   std::deque<Sink> sinks_;    // stable addresses: hooks and buckets point here
   std::deque<Bucket> buckets_;
@@ -112,7 +144,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   bool synced_ = true;
   int attached_ = 0;  // backwards, ours or the user's, that must end before it closes
   int last_task_ = -1;
-  size_t next_ = 0;  // the next bucket to reduce
+  bool eaten_ = false;  // its gradients go to `incoming`
+  size_t next_ = 0;     // the next bucket to reduce
+  std::deque<Bucket*> in_flight_;
   std::exception_ptr failure_;
   std::vector<int> ready_order_;
 };

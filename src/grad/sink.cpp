@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "plumb/error.h"
 
 namespace plumb {
@@ -12,15 +14,28 @@ void check_fits(const Sink& sink, const at::Tensor& grad) {
     throw Error(c10::str("the gradient of parameter '", sink.name, "' has shape ", grad.sizes(), "; expected ",
                          sink.parameter.sizes(), ", the parameter's"));
   }
-  if (grad.device() != sink.view.device()) {
+  if (grad.device() != sink.parameter.device()) {
     throw Error(c10::str("the gradient of parameter '", sink.name, "' is on ", grad.device(), "; expected ",
-                         sink.view.device(), ", the parameter's device"));
+                         sink.parameter.device(), ", the parameter's device"));
   }
-  const auto dtype = sink.view.scalar_type();
+  const auto dtype = sink.rule.bucket;
   if (c10::promoteTypes(dtype, grad.scalar_type()) != dtype) {
     throw Error(c10::str(
         "the gradient of parameter '", sink.name, "' is ", grad.scalar_type(), " and would be rounded to ", dtype,
         " in its bucket; set the parameter's grad_dtype or Options::accumulate_dtype to ", grad.scalar_type()));
+  }
+}
+
+at::Tensor dense_values(const at::Tensor& gradient) {
+  const bool sparse = gradient.is_sparse() || gradient.is_sparse_csr();
+  return sparse ? gradient.to_dense() : gradient.detach();
+}
+
+void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
+  if (scale == 1.0) {
+    to.copy_(from);
+  } else {
+    at::mul_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(scale));
   }
 }
 
@@ -39,13 +54,7 @@ void Sink::settle(double scale) {
     return;
   }
   check_fits(*this, mine);
-  const bool sparse = mine.is_sparse() || mine.is_sparse_csr();
-  const at::Tensor dense = sparse ? mine.to_dense() : mine.detach();
-  if (scale == 1.0) {
-    view.copy_(dense);
-  } else {
-    at::mul_out(view, dense, at::scalar_tensor(scale));
-  }
+  copy_scaled(view, dense_values(mine), scale);
   // A gradient with a graph of its own (create_graph), or of a dtype that must stay as it came, keeps its tensor.
   if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type())) {
     mirror_ = decltype(mirror_)(mine.getIntrusivePtr());
@@ -76,6 +85,48 @@ void Sink::bind(const Slot& new_slot, const at::Tensor& new_view) {
   }
   slot = new_slot;
   view = new_view;
+}
+
+void Sink::take(const at::Tensor& gradient, const at::Tensor& place, double scale) {
+  at::NoGradGuard no_grad;
+  check_fits(*this, gradient);
+  if (taken++ == 0) {
+    copy_scaled(place, dense_values(gradient), scale);
+  } else {
+    place.add_(dense_values(gradient), scale);
+  }
+  given = true;
+}
+
+void Sink::hand_over(const at::Tensor& place, double scale) {
+  at::NoGradGuard no_grad;
+  at::Tensor& mine = grad();
+  if (!mine.defined() || mine.is_same(view)) return;
+  if (!grad_is_piece()) {
+    take(mine, place, scale);
+    mine.reset();
+  } else if (view.defined() && mine.sizes() == view.sizes()) {
+    view.copy_(mine);
+    mine = view;
+  } else {
+    throw Error(c10::str("the gradient of parameter '", name, "' has shape ", mine.sizes(), "; expected ",
+                         parameter.sizes(), ", the parameter's",
+                         view.defined() ? c10::str(", or ", view.sizes(), ", this rank's piece of it") : ""));
+  }
+}
+
+void Sink::make_whole(const Range& piece, double copies) {
+  at::NoGradGuard no_grad;
+  const at::Tensor flat = at::zeros({parameter.numel()}, view.options());
+  const Range mine = overlap(slot, parameter.numel(), piece);
+  flat.narrow(0, mine.begin - slot.offset, mine.size()).copy_(view.reshape(-1)).mul_(copies);
+  grad() = view_in(flat, 0, parameter);
+}
+
+Range overlap(const Slot& slot, int64_t numel, const Range& part) {
+  const int64_t begin = std::max(slot.offset, part.begin);
+  const int64_t end = std::min(slot.offset + numel, part.end);
+  return begin < end ? Range{begin, end} : Range{slot.offset, slot.offset};
 }
 
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {

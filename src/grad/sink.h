@@ -1,8 +1,12 @@
 // Sink: the one place where one parameter's gradient goes.
 //
-// The parameter's own .grad is the truth about what has accumulated on this rank: undefined means nothing (whatever the
-// bucket holds is old), the sink's view means "in the bucket already", and any other tensor, the user's or autograd's,
-// replaces what the bucket holds. So zero_grad, assigning, scaling and clearing gradients need no call to us.
+// The parameter's own .grad is the truth about what has accumulated: undefined means nothing (whatever the bucket holds
+// is old), the sink's view means "in the bucket already", and any other tensor, the user's or autograd's, replaces what
+// the bucket holds. So zero_grad, assigning, scaling and clearing gradients need no call to us.
+//
+// Where gradients are sharded, the view is this rank's piece of the reduced gradient, of shape [1, …, 1, k] with one
+// dimension more than the parameter (k may be 0): a piece is never taken for a whole gradient. A tensor of the
+// parameter's own shape is what this rank contributes to the next reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,17 +23,22 @@ struct Sink {
   int index = -1;
   std::string name;
   at::Tensor parameter;
+  int unit = -1;  // the unit that gathers the parameter; -1: it is always whole
   GradRule rule;
   NodePtr accumulator;  // held, or autograd would drop our hooks with it
 
   Slot slot;
-  at::Tensor view;  // this parameter's part of its bucket, in the parameter's shape
+  at::Tensor view;  // this parameter's part of its bucket
 
   int deliveries = 0;  // gradients autograd handed over in this pass
   int unsettled = 0;   // of those, not yet in the bucket
+  int taken = 0;       // of those, in the bucket's `incoming`
+  bool given = false;  // in this pass, this rank contributed something to `incoming`
+  uint32_t version = 0;  // of the view when a deterministic pass ended
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }
   bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }
+  bool grad_is_piece() const { return grad().dim() == parameter.dim() + 1; }
   // .grad keeps a tensor of its own beside the view, which gets the reduced values back.
   bool grad_mirrored() const {
     return grad().defined() && mirror_._unsafe_get_target() == grad().unsafeGetTensorImpl();
@@ -47,6 +56,14 @@ struct Sink {
   // Moves the gradient to its place in another bucket; contract 1: any old gradient survives.
   void bind(const Slot& new_slot, const at::Tensor& new_view);
 
+  // Adds a contribution, times `scale`, to `place`, this parameter's part of `incoming`; the first one overwrites.
+  void take(const at::Tensor& gradient, const at::Tensor& place, double scale);
+  // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
+  void hand_over(const at::Tensor& place, double scale);
+  // Makes a piece a whole tensor again, such that the mean over the ranks gives the piece back: `copies` is how many
+  // ranks would contribute, over how many of them hold this piece.
+  void make_whole(const Range& piece, double copies);
+
  private:
   // Weak: whether a gradient stays alive is the user's business.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> mirror_{
@@ -55,5 +72,8 @@ struct Sink {
 
 // The part of `flat` at `offset` seen in the shape of `parameter`, with its strides where they are dense.
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+
+// The elements of a parameter at `slot` that lie in `part` of the bucket, counted from the bucket's begin.
+Range overlap(const Slot& slot, int64_t numel, const Range& part);
 
 }  // namespace plumb

@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
+#include "optim/exact.h"
 #include "optim/runs.h"
 
 namespace plumb {
@@ -9,22 +12,64 @@ namespace {
 
 bool any_two(const Sink&, const Sink&) { return true; }
 
+// The squares of kAlignment neighbours are summed in their order, which no bucket and no shard breaks; those sums exactly.
+void add_squares(const at::Tensor& gradient, ExactSum& sum) {
+  constexpr int64_t chunk = kAlignment << 16;
+  for (int64_t begin = 0; begin < gradient.numel(); begin += chunk) {
+    const int64_t count = std::min(chunk, gradient.numel() - begin);
+    const at::Tensor squares = gradient.narrow(0, begin, count).to(at::kDouble).square_().view({-1, kAlignment});
+    at::Tensor sums = squares.select(1, 0).clone();
+    for (int64_t i = 1; i < kAlignment; ++i) sums.add_(squares.select(1, i));
+    sums = sums.cpu();
+    const double* values = sums.const_data_ptr<double>();
+    for (int64_t i = 0; i < sums.numel(); ++i) sum.add(values[i]);
+  }
+}
+
+at::Tensor exact_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where) {
+  ExactSum sum;
+  at::TensorOptions options = at::kFloat;
+  for (const Bucket& bucket : buckets) {
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
+      options = options.device(bucket.gradient.device());
+      add_squares(part(bucket.gradient, bucket.kept, run), sum);
+    }
+  }
+  sum.carry();
+  if (sharded) {
+    at::Tensor wire = at::empty({static_cast<int64_t>(sum.limbs.size())}, at::kLong);
+    std::copy(sum.limbs.begin(), sum.limbs.end(), wire.data_ptr<int64_t>());
+    wire = wire.to(options.device());
+    shard.all_reduce(wire).wait(where);
+    wire = wire.cpu();
+    std::copy_n(wire.const_data_ptr<int64_t>(), sum.limbs.size(), sum.limbs.begin());
+  }
+  return at::full({}, std::sqrt(sum.value()), options);
+}
+
 }  // namespace
 
-at::Tensor gradient_norm(const std::deque<Bucket>& buckets) {
+at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order,
+                         const Where& where) {
   at::NoGradGuard no_grad;
+  if (order == NormOrder::exact) return exact_norm(buckets, sharded, shard, where);
   std::vector<at::Tensor> norms;
   at::TensorOptions options = at::kFloat;
   for (const Bucket& bucket : buckets) {
-    options = options.device(bucket.gradient.device());
-    for (const Run& run : runs_of(bucket, any_two)) {
-      const at::Tensor gradient = part(bucket.gradient, run);
+    options = options.device(bucket.sinks[0]->parameter.device());
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
+      const at::Tensor gradient = part(bucket.gradient, bucket.kept, run);
       const auto wide = c10::promoteTypes(gradient.scalar_type(), at::kFloat);
       norms.push_back(at::linalg_vector_norm(gradient, 2, std::nullopt, false, wide).to(at::kDouble));
     }
   }
-  if (norms.empty()) return at::zeros({}, options);
-  return norms.size() == 1 ? norms[0].to(at::kFloat) : at::linalg_vector_norm(at::stack(norms)).to(at::kFloat);
+  at::Tensor norm = norms.empty() ? at::zeros({}, options.dtype(at::kDouble)) : at::linalg_vector_norm(at::stack(norms));
+  if (sharded) {
+    norm = norm.square();
+    shard.all_reduce(norm).wait(where);
+    norm = norm.sqrt();
+  }
+  return norm.to(at::kFloat);
 }
 
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit) {
@@ -32,8 +77,13 @@ void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double 
   const at::Tensor coefficient = (limit / (norm + 1e-6)).clamp_max(1.0);
   // On the CPU the value is at hand, and most steps need no scaling.
   if (norm.is_cpu() && coefficient.item<double>() >= 1.0) return;
+  scale_gradients(buckets, coefficient);
+}
+
+void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor) {
+  at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets) {
-    for (const Run& run : runs_of(bucket, any_two)) part(bucket.gradient, run).mul_(coefficient);
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) part(bucket.gradient, bucket.kept, run).mul_(factor);
     for (Sink* sink : bucket.sinks) sink->adopt(false);
   }
 }

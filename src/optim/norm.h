@@ -7,10 +7,18 @@
 
 namespace plumb {
 
-// The 2-norm over all gradients of these buckets; a scalar on their device.
-at::Tensor gradient_norm(const std::deque<Bucket>& buckets);
+// How the norm is summed: as it comes fastest, or the same bits whatever the buckets and shards.
+enum class NormOrder { any, exact };
+
+// The 2-norm over all gradients of these buckets; a scalar on their device. `sharded`: they are parts, whose squares are
+// summed over `shard`.
+at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order,
+                         const Where& where);
 
 // Scales all gradients so that a norm of `norm` becomes at most `limit`, as torch's clip_grad_norm_ does.
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit);
+
+// Scales all gradients.
+void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor);
 
 }  // namespace plumb

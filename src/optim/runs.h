@@ -14,11 +14,12 @@ struct Run {
   const Sink* first = nullptr;  // stands for all of them
 };
 
-// Neighbouring parameters with a gradient that are `alike` make one run. Padding between them belongs to it: it is zero
-// in gradient, parameter and state, and stays zero.
-std::vector<Run> runs_of(const Bucket& bucket, const std::function<bool(const Sink&, const Sink&)>& alike);
+// Neighbouring parameters with a gradient that are `alike` make one run, cut to what lies `within`. Padding between them
+// belongs to it: it is zero in gradient, parameter and state, and stays zero.
+std::vector<Run> runs_of(const Bucket& bucket, const Range& within,
+                         const std::function<bool(const Sink&, const Sink&)>& alike);
 
-// The part of a flat tensor of the bucket's length that a run covers, as real numbers.
-at::Tensor part(const at::Tensor& flat, const Run& run);
+// The part of a flat tensor that a run covers, as real numbers. `covers`: what the tensor holds of the bucket.
+at::Tensor part(const at::Tensor& flat, const Range& covers, const Run& run);
 
 }  // namespace plumb

@@ -11,6 +11,13 @@ void check(int rank, bool good, const std::string& what) {
   if (!good) throw Error(rank, what);
 }
 
+// A sink's part of a flat tensor that covers `range` of its bucket.
+at::Tensor place(const at::Tensor& flat, const Range& range, const Sink& sink) {
+  if (!flat.defined()) return {};
+  const Range mine = overlap(sink.slot, sink.parameter.numel(), range);
+  return flat.narrow(0, std::clamp<int64_t>(mine.begin - range.begin, 0, flat.numel()), mine.size());
+}
+
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 }  // namespace
@@ -77,12 +84,14 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   if (bucket.parameter.defined() && flats.parameter.is_same(bucket.parameter)) return flats;
 
   const at::Tensor& like = bucket.sinks[0]->parameter;
-  const int64_t length = bucket.gradient.numel();
-  const bool master = master_weights_ && is_half(like.scalar_type());
+  const int64_t length = bucket.updated.size();
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
   const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
-  flats.parameter = bucket.parameter = at::zeros({length}, options);
-  flats.weight = master ? at::zeros({length}, state_options) : flats.parameter;
+  flats.master = master_weights_ && is_half(like.scalar_type());
+  if (!bucket.parameter.defined()) bucket.parameter = at::zeros({bucket.held.size()}, options);
+  flats.parameter = bucket.parameter;
+  flats.weight = flats.master ? at::zeros({length}, state_options)
+                              : flats.parameter.narrow(0, bucket.updated.begin - bucket.held.begin, length);
   const bool adam = std::holds_alternative<AdamW>(optimizer_);
   const auto* sgd = std::get_if<SGD>(&optimizer_);
   if (adam || (sgd != nullptr && sgd->momentum != 0)) flats.first = at::zeros({length}, state_options);
@@ -92,83 +101,92 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     if (states_.size() <= static_cast<size_t>(sink->index)) states_.resize(sink->index + 1);
     State& state = states_[sink->index];
     const State old = state;
-    auto place = [&](const at::Tensor& flat) {
-      return flat.defined() ? flat.narrow(0, sink->slot.offset, sink->parameter.numel()) : at::Tensor();
-    };
-    state.weight = place(flats.weight);
-    state.first = place(flats.first);
-    state.second = place(flats.second);
+    state.weight = place(flats.weight, bucket.updated, *sink);
+    state.first = place(flats.first, bucket.updated, *sink);
+    state.second = place(flats.second, bucket.updated, *sink);
 
-    state.home = view_in(flats.parameter, sink->slot.offset, sink->parameter);
+    const bool whole = bucket.held.size() == bucket.numel;
+    state.home = whole ? view_in(flats.parameter, sink->slot.offset, sink->parameter) : at::Tensor();
+    state.version = ~sink->parameter._version();  // look at it now
     if (old.weight.defined()) state.weight.copy_(old.weight);
     if (old.first.defined()) state.first.copy_(old.first);
     if (old.second.defined()) state.second.copy_(old.second);
-    follow_user(*sink, flats);
+    follow_user(bucket, *sink, flats);
   }
   return flats;
 }
 
 // The parameter is the truth: one that was assigned new memory moves home, and a master follows a parameter that it does
 // not round to any more.
-void Updater::follow_user(const Sink& sink, const Flats& flats) {
+void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats) {
   State& state = states_[sink.index];
   at::Tensor parameter = sink.parameter;
-  const bool away = parameter.const_data_ptr() != state.home.const_data_ptr();
+  const bool away = state.home.defined() && parameter.const_data_ptr() != state.home.const_data_ptr();
   if (!away && parameter._version() == state.version) return;
   if (away) {
     state.home.copy_(parameter);
     parameter.set_data(state.home);
   }
-  if (!flats.weight.is_same(flats.parameter)) {
-    const at::Tensor now = flats.parameter.narrow(0, sink.slot.offset, parameter.numel());
+  if (const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated); flats.master && mine.size() > 0) {
+    const at::Tensor now = flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size());
     state.weight.copy_(at::where(state.weight.to(now.dtype()) == now, state.weight, now.to(state.weight.dtype())));
   }
   state.version = parameter._version();
 }
 
-void Updater::step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, Fault fault) {
+void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Ledger& ledger, Fault fault,
+                   const Where& where) {
   at::NoGradGuard no_grad;
+  const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
+  std::vector<Pending> gathers;
   for (Bucket& bucket : buckets) {
-    if (!std::holds_alternative<NoOptimizer>(optimizer_)) {
+    const bool any =
+        std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });
+    if (updates && any) {
       Flats& flats = flats_of(bucket);
-      for (const Sink* sink : bucket.sinks) follow_user(*sink, flats);
+      for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
       const auto alike = [&](const Sink& a, const Sink& b) {
         return states_[a.index].steps == states_[b.index].steps && (groups_.empty() || values_of(a) == values_of(b));
       };
-      for (const Run& run : runs_of(bucket, alike)) update(bucket, flats, run, factor);
+      for (const Run& run : runs_of(bucket, bucket.updated, alike)) update(bucket, flats, run, factor);
+      if (bucket.updated.size() < bucket.held.size()) {
+        const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
+        gathers.push_back(shard.all_gather(bucket.parameter, mine));
+      }
     }
     for (Sink* sink : bucket.sinks) {
       if (!sink->grad().defined()) continue;
       if (fault != Fault::consume_never) ledger.consumed(sink->index);
       if (fault == Fault::consume_twice) ledger.consumed(sink->index);
-      if (std::holds_alternative<NoOptimizer>(optimizer_)) continue;
+      if (!updates) continue;
       ++states_[sink->index].steps;
       // The kernel wrote through the flat tensor; graphs that saved this parameter must learn that it changed.
       sink->parameter.unsafeGetTensorImpl()->bump_version();
       states_[sink->index].version = sink->parameter._version();
     }
   }
+  for (Pending& gather : gathers) gather.wait(where);
 }
 
 void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
   const Values values = values_of(*run.first);
   const int64_t steps = states_[run.first->index].steps;
   // Half precision is updated in f32: libtorch's fused SGD for bf16 on the CPU is wrong by percents (seen in 2.13).
-  const at::Tensor stored = part(flats.weight, run);
+  const at::Tensor stored = part(flats.weight, bucket.updated, run);
   const at::Tensor weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
-  const at::Tensor gradient = part(bucket.gradient, run).to(weight.scalar_type());
+  const at::Tensor gradient = part(bucket.gradient, bucket.kept, run).to(weight.scalar_type());
   const double lr = values.lr * factor;
   if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
     const at::Tensor count = at::full({}, steps + 1, weight.options().dtype(at::kFloat));
-    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, run)}, {part(flats.second, run)}, {}, {count}, lr,
+    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, bucket.updated, run)}, {part(flats.second, bucket.updated, run)}, {}, {count}, lr,
                       adam->beta1, adam->beta2, values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
   } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
     std::vector<at::Tensor> momentum;
-    if (flats.first.defined()) momentum.push_back(part(flats.first, run));
+    if (flats.first.defined()) momentum.push_back(part(flats.first, bucket.updated, run));
     at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,
                     sgd->nesterov, /*maximize=*/false, /*is_first_step=*/steps == 0);
   }
-  const at::Tensor parameter = part(flats.parameter, run);
+  const at::Tensor parameter = part(flats.parameter, bucket.held, run);
   if (!parameter.is_alias_of(weight)) parameter.copy_(weight);
 }
 

@@ -18,8 +18,9 @@ class Updater {
   // An Error if a group names no parameter, or the values make no sense.
   Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters);
 
-  // One update of every parameter that has a gradient; the learning rates are multiplied by `factor`.
-  void step(std::deque<Bucket>& buckets, double factor, Ledger& ledger, Fault fault);
+  // One update of every parameter that has a gradient; the learning rates are multiplied by `factor`. Where the state is
+  // sharded, each rank updates its part of every bucket, and whole parameters get the others' parts over `shard`.
+  void step(std::deque<Bucket>& buckets, Group& shard, double factor, Ledger& ledger, Fault fault, const Where& where);
 
   double lr() const;
   void set_lr(double lr);
@@ -32,18 +33,20 @@ class Updater {
   };
   // The optimizer's memory of one parameter: its parts of the flat tensors, and how often it was updated.
   struct State {
-    at::Tensor home;  // where the parameter lies, in its shape
+    at::Tensor home;  // where a whole parameter lies, in its shape
     at::Tensor weight, first, second;
     int64_t steps = 0;
     uint32_t version = 0;  // of the parameter, after our last update
   };
-  // The flat tensors of one bucket. `weight` is what the optimizer updates: the parameters, or their f32 masters.
+  // The flat tensors of one bucket: `held` of the parameters, `updated` of the rest. `weight` is what the optimizer
+  // updates: the parameters, or their f32 masters.
   struct Flats {
     at::Tensor parameter, weight, first, second;
+    bool master = false;
   };
 
   Flats& flats_of(Bucket& bucket);
-  void follow_user(const Sink& sink, const Flats& flats);
+  void follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats);
   Values values_of(const Sink& sink) const;
   void update(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "world/world_impl.h"
@@ -12,12 +13,29 @@ namespace plumb {
 Group data_group(const World& world) { return Group(world.impl().data); }
 Group control_group(const World& world) { return Group(world.impl().control); }
 
-Groups new_groups(const World& world) {
+Groups new_groups(const World& world, const Mesh& mesh) {
   World::Impl& impl = world.impl();
   const int number = impl.engines++;
-  if (number == 0 || !impl.another) return {Group(impl.data), Group(impl.control)};
-  const World::Impl::Pair pair = impl.another(number);
-  return {Group(pair.data), Group(pair.control)};
+  const bool own = number > 0 && impl.another;
+  const World::Impl::Pair pair = own ? impl.another(number) : World::Impl::Pair{impl.data, impl.control};
+  // An axis over the whole world is the world; one of a single rank talks to nobody.
+  auto axis = [&](const char* name, int size, int color, int rank) {
+    if (size == impl.size) return Group(pair.data);
+    if (size == 1) return Group();
+    if (!impl.part) {
+      throw Error(impl.rank, "a mesh of several axes needs communication that Plumb made (World::join or run_local); "
+                             "this world was adopted");
+    }
+    std::vector<int> members;
+    for (int r = 0; r < impl.size; ++r) {
+      const int its_color = name[0] == 's' ? r / mesh.shard : r % mesh.shard;
+      if (its_color == color) members.push_back(r);
+    }
+    return Group(impl.part(std::to_string(number) + "/" + name + std::to_string(color), members, rank));
+  };
+  return {Group(pair.data), Group(pair.control),
+          axis("shard", mesh.shard, impl.rank / mesh.shard, impl.rank % mesh.shard),
+          axis("replicate", mesh.replicate, impl.rank % mesh.shard, impl.rank / mesh.shard)};
 }
 
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where) {
@@ -36,6 +54,22 @@ std::vector<std::vector<int64_t>> Group::exchange(std::span<const int64_t> mine,
   std::vector<std::vector<int64_t>> all;
   const int64_t* values = full.data_ptr<int64_t>();
   for (int r = 0; r < size; ++r) all.emplace_back(values + r * length, values + (r + 1) * length);
+  return all;
+}
+
+std::vector<at::Tensor> Group::peers(const at::Tensor& mine, const Where& where) {
+  if (size() == 1) return {mine};
+  if (impl_->backend->getBackendName() != "local") return {};
+  // Threads of one process: everybody holds on to everybody's storage.
+  const std::array<int64_t, 2> place{reinterpret_cast<int64_t>(mine.storage().unsafeGetStorageImpl()),
+                                     mine.storage_offset()};
+  std::vector<at::Tensor> all;
+  for (const auto& other : exchange(place, where)) {
+    auto* impl = reinterpret_cast<c10::StorageImpl*>(other[0]);
+    const auto shared = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl);
+    all.push_back(at::empty({0}, mine.options()).set_(c10::Storage(shared), other[1], mine.sizes(), mine.strides()));
+  }
+  barrier().wait(where);  // nobody lets go before everybody holds on
   return all;
 }
 

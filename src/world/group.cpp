@@ -158,6 +158,19 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
       [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, std::move(sum));
 }
 
+at::Tensor Group::all_to_all(const at::Tensor& full, const Where& where) {
+  check_contiguous(*impl_, "all_to_all", full);
+  at::Tensor parts = at::empty_like(full);
+  if (size() == 1 || full.numel() == 0) return parts.copy_(full);
+  at::Tensor sent = as_cargo(*impl_, full);
+  at::Tensor received = as_cargo(*impl_, parts);
+  std::vector<int64_t> equal;
+  start(*impl_, {parts, full},
+        [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); })
+      .wait(where);
+  return parts;
+}
+
 Pending Group::all_gather(at::Tensor full, at::Tensor shard) {
   check_parts(*impl_, "all_gather", full, shard);
   if (shard.numel() == 0) return {};

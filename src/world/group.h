@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "plumb/strategy.h"
 #include "plumb/world.h"
 
 namespace c10d {
@@ -62,6 +63,8 @@ class Group {
   // full has size() equal parts; shard becomes the sum of everybody's part rank().
   Pending reduce_scatter(at::Tensor shard, at::Tensor full);
   Pending all_gather(at::Tensor full, at::Tensor shard);
+  // full has size() equal parts; everybody's part rank(), in rank order.
+  at::Tensor all_to_all(const at::Tensor& full, const Where& where);
   Pending broadcast(at::Tensor tensor, int root);
 
   // Everybody's `mine` (the same length everywhere) in rank order. One small message; for host groups.
@@ -72,6 +75,10 @@ class Group {
 
   // Memory that travels, from the backend where it offers its own.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
+
+  // Everybody's `mine` (allocated here, the same length everywhere) in rank order, to be read in place without asking
+  // while nobody writes it. Empty where ranks cannot read each other's memory. Collective; for host groups.
+  std::vector<at::Tensor> peers(const at::Tensor& mine, const Where& where);
 
   struct Impl;
   explicit Group(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -90,8 +97,10 @@ Group control_group(const World& world);
 struct Groups {
   Group data;
   Group control;
+  Group shard;      // the ranks that share this rank's replica, in the order of their parts
+  Group replicate;  // the ranks that hold the same part, in the order of their replicas
 };
-Groups new_groups(const World& world);
+Groups new_groups(const World& world, const Mesh& mesh);
 
 // Everybody's `mine` (the same length everywhere) in rank order. One small message over `control`.
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where);

@@ -1,6 +1,8 @@
 // Ranks as threads of this process, over the `local` backend.
+#include <algorithm>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -17,33 +19,49 @@ constexpr std::chrono::milliseconds slice{50};
 // The hubs of all groups of one world, made when the first rank asks for them.
 class Hubs {
  public:
-  Hubs(int ranks, std::chrono::milliseconds timeout) : ranks_(ranks), timeout_(timeout) {}
-
-  std::shared_ptr<LocalHub> at(int number) {
-    std::lock_guard lock(mutex_);
-    while (static_cast<int>(hubs_.size()) <= number) {
-      const auto hub = hubs_.emplace_back(std::make_shared<LocalHub>(ranks_, timeout_));
-      for (const auto& deed : deeds_) deed(*hub);  // a rank that left before the hub was made has left it too
-    }
-    return hubs_[number];
+  Hubs(int ranks, std::chrono::milliseconds timeout) : timeout_(timeout) {
+    for (int rank = 0; rank < ranks; ++rank) everybody_.push_back(rank);
   }
 
-  void each(const std::function<void(LocalHub&)>& deed) {
-    std::vector<std::shared_ptr<LocalHub>> all;
+  std::shared_ptr<LocalHub> at(const std::string& name, const std::vector<int>& members) {
+    std::lock_guard lock(mutex_);
+    auto& [hub, of] = hubs_[name];
+    if (!hub) {
+      hub = std::make_shared<LocalHub>(static_cast<int>(members.size()), timeout_);
+      of = members;
+      for (const auto& [rank, deed] : deeds_) apply(*hub, of, rank, deed);  // a rank that left before has left it too
+    }
+    return hub;
+  }
+  std::shared_ptr<LocalHub> at(int number) { return at(std::to_string(number), everybody_); }
+
+  // Does `deed` in every group of `rank`, with its number there.
+  using Deed = std::function<void(LocalHub&, int rank_in_hub)>;
+  void each(int rank, const Deed& deed) {
+    std::map<std::string, Entry> all;
     {
       std::lock_guard lock(mutex_);
-      deeds_.push_back(deed);
+      deeds_.emplace_back(rank, deed);
       all = hubs_;
     }
-    for (const auto& hub : all) deed(*hub);
+    for (const auto& [name, entry] : all) apply(*entry.hub, entry.members, rank, deed);
   }
 
  private:
-  const int ranks_;
+  struct Entry {
+    std::shared_ptr<LocalHub> hub;
+    std::vector<int> members;
+  };
+  static void apply(LocalHub& hub, const std::vector<int>& members, int rank, const Deed& deed) {
+    const auto it = std::find(members.begin(), members.end(), rank);
+    if (it != members.end()) deed(hub, static_cast<int>(it - members.begin()));
+  }
+
+  std::vector<int> everybody_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;
-  std::vector<std::shared_ptr<LocalHub>> hubs_;
-  std::vector<std::function<void(LocalHub&)>> deeds_;
+  std::map<std::string, Entry> hubs_;
+  std::vector<std::pair<int, Deed>> deeds_;
 };
 
 bool is_consequence(const std::exception_ptr& thrown) {
@@ -94,6 +112,9 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
       return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
                                make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};
     };
+    impl->part = [hubs, watch = impl->watch](const std::string& name, const std::vector<int>& members, int index) {
+      return make_group(make_local_backend(hubs->at(name, members), index), watch, data_index);
+    };
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;
     impl->control = own.control;
@@ -108,12 +129,12 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
       try {
         body(std::move(world));
         watch->leave();
-        hubs->each([rank](LocalHub& hub) { hub.leave(rank); });
+        hubs->each(rank, [](LocalHub& hub, int index) { hub.leave(index); });
       } catch (...) {
         thrown[rank] = std::current_exception();
         const std::string text = text_of(thrown[rank]);
         watch->fail(text, rank, {});
-        hubs->each([rank, text](LocalHub& hub) { hub.fail(rank, text); });
+        hubs->each(rank, [text](LocalHub& hub, int index) { hub.fail(index, text); });
       }
     });
   }

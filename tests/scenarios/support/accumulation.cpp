@@ -171,6 +171,7 @@ std::vector<Scenario> accumulation_scenarios() {
     swap();
     stage.step();
   }));
+  all.back().refused_with_pieces = "is another parameter's piece";
   all.push_back(on_net("A5", "TwoForwardsThenTwoBackwardsInOrder", [](Stage& stage) {
     for (int step = 0; step < 3; ++step) {
       auto first = stage.share(stage.as<Net>().loss(stage.input({4, 6}, 2 * step)));

@@ -58,11 +58,11 @@ namespace {
 
 constexpr uint64_t kSeed = 20240517;
 
-Outcome outcome_of(const torch::nn::Module& model) {
+Outcome outcome_of(const torch::nn::Module& model, Engine* engine = nullptr) {
   Outcome outcome;
   for (const auto& item : model.named_parameters()) {
     outcome.parameters.emplace_back(item.key(), item.value().detach().clone());
-    const at::Tensor grad = item.value().grad();
+    const at::Tensor grad = engine != nullptr ? engine->full_gradient(item.value()) : item.value().grad();
     outcome.gradients.emplace_back(item.key(), grad.defined() ? grad.detach().clone() : grad);
   }
   for (const auto& item : model.named_buffers()) outcome.parameters.emplace_back(item.key(), item.value().clone());
@@ -175,7 +175,7 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   Engine engine(world, *stage.model, scenario.optimizer, options);
   stage.engine = &engine;
   scenario.program(stage);
-  return outcome_of(*stage.model);
+  return outcome_of(*stage.model, &engine);
 }
 
 Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of) {

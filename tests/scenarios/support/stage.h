@@ -65,6 +65,8 @@ struct Scenario {
   Optimizer optimizer = SGD{.lr = 0.1, .momentum = 0.9};
   Options options = {};
   double tolerance = 1e-5;
+  // Where gradients are sharded, ranks hold pieces, and this ends in an Error that says so. Empty: it comes out right.
+  std::string refused_with_pieces = {};
 };
 
 // Every parameter and every buffer's and gradient's final value, by name; an undefined tensor for no gradient.

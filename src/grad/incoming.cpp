@@ -1,0 +1,248 @@
+// Gradients that are not summed in place: sharded ones, and all of them in deterministic mode. A contribution is taken
+// away from autograd into the bucket's `incoming`, which lives until its reduction; what stays is the reduced sum.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "grad/reducer.h"
+
+namespace plumb {
+namespace {
+
+// Whole gradients on their way at a time: one being filled, one being reduced.
+constexpr size_t kInFlight = 2;
+
+// The sum of rows [begin, end) as a binary tree: halves first, then their sum. In place, in row `begin`.
+void sum_tree(const std::vector<at::Tensor>& rows, size_t begin, size_t end) {
+  if (end - begin < 2) return;
+  const size_t middle = begin + (end - begin) / 2;
+  sum_tree(rows, begin, middle);
+  sum_tree(rows, middle, end);
+  rows[begin].add_(rows[middle]);
+}
+
+// How many sums of the tree over `count` leaves are complete once leaf `leaf` is there.
+int sums_after(int64_t leaf, int64_t begin, int64_t end) {
+  if (end - begin < 2) return 0;
+  const int64_t middle = begin + (end - begin) / 2;
+  const int inside = leaf < middle ? sums_after(leaf, begin, middle) : sums_after(leaf, middle, end);
+  return inside + (leaf == end - 1 ? 1 : 0);
+}
+
+}  // namespace
+
+void Reducer::open_incoming(Bucket& bucket) {
+  if (bucket.incoming.defined()) return;
+  if (!deterministic_) keep_few_in_flight();
+  const Sink& any = *bucket.sinks[0];
+  bucket.incoming =
+      data_.allocate(bucket.numel, at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device()));
+}
+
+// Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
+void Reducer::keep_few_in_flight() {
+  while (in_flight_.size() >= kInFlight) {
+    Bucket& oldest = *in_flight_.front();
+    in_flight_.pop_front();
+    finish(oldest, here(Where::Kind::backward, "the reduction of bucket " + std::to_string(oldest.index)));
+  }
+}
+
+void Reducer::make_gradient(Bucket& bucket) {
+  if (bucket.gradient.defined()) return;
+  const Sink& any = *bucket.sinks[0];
+  bucket.gradient =
+      data_.allocate(bucket.kept.size(), at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device()))
+          .zero_();
+  for (Sink* sink : bucket.sinks) {
+    if (!shards_gradient_) {
+      sink->view = view_in(bucket.gradient, sink->slot.offset, sink->parameter);
+      continue;
+    }
+    const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
+    const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
+    std::vector<int64_t> shape(sink->parameter.dim() + 1, 1);
+    shape.back() = mine.size();
+    sink->view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
+  }
+}
+
+void Reducer::take(Sink& sink, const at::Tensor& gradient) {
+  at::NoGradGuard no_grad;
+  Bucket& bucket = buckets_[sink.slot.bucket];
+  ledger_.delivered(sink.index);
+  open_incoming(bucket);
+  const double scale = deterministic_ ? 1.0 : 1.0 / data_.size();
+  sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), scale);
+  bucket.producers.wrote(bucket.incoming.device());
+  ledger_.settled(sink.index);
+}
+
+// Everything that belongs into `incoming` and is not there yet: gradients that lie elsewhere, and zeros.
+void Reducer::complete_incoming(Bucket& bucket, double scale) {
+  at::NoGradGuard no_grad;
+  open_incoming(bucket);
+  bucket.producers.join(bucket.incoming.device());
+  for (size_t i = 0; i < bucket.sinks.size(); ++i) {
+    Sink& sink = *bucket.sinks[i];
+    const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
+    for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
+    try {
+      sink.hand_over(place, scale);
+    } catch (...) {
+      // The others wait for this reduction all the same; the failure is told when the pass closes.
+      if (!failure_) failure_ = std::current_exception();
+    }
+    int64_t end = sink.slot.offset;
+    if (sink.taken > 0) end += sink.parameter.numel();
+    if (end < bucket.after(i)) bucket.incoming.narrow(0, end, bucket.after(i) - end).zero_();
+    sink.taken = 0;
+  }
+}
+
+void Reducer::reduce_incoming(Bucket& bucket) {
+  at::NoGradGuard no_grad;
+  make_gradient(bucket);
+  if (deterministic_ && !bucket.shares.empty()) {
+    bucket.incoming = bucket.shares.front();
+    bucket.shares.clear();
+    for (Sink* sink : bucket.sinks) sink->taken = 1;  // the sums hold something, zeros at least, for all of them
+  }
+  complete_incoming(bucket, deterministic_ ? 1.0 : 1.0 / data_.size());
+  ledger_.reduced(bucket.index);
+  const bool fresh =
+      std::none_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });
+  if (!fresh) {
+    // What no gradient stands for is old.
+    for (Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined()) sink->view.zero_();
+    }
+    bucket.arriving = at::empty_like(bucket.gradient);
+  }
+  const at::Tensor& target = fresh ? bucket.gradient : bucket.arriving;
+  if (deterministic_) {
+    reduce_tree(bucket, target);
+  } else {
+    bucket.reduction = groups_.shard.reduce_scatter(target, bucket.incoming);
+    in_flight_.push_back(&bucket);
+  }
+  bucket.producers.clear();
+}
+
+void Reducer::finish(Bucket& bucket, const Where& where) {
+  if (!bucket.under_way) return;
+  at::NoGradGuard no_grad;
+  bucket.under_way = false;
+  std::erase(in_flight_, &bucket);
+  bucket.reduction.wait(where);
+  if (!eats()) return;
+  const at::Tensor& target = bucket.arriving.defined() ? bucket.arriving : bucket.gradient;
+  if (!deterministic_) groups_.replicate.all_reduce(target).wait(where);
+  if (bucket.arriving.defined()) bucket.gradient.add_(bucket.arriving);
+  bucket.arriving.reset();
+  bucket.incoming.reset();
+}
+
+// The ranks' sums, added as the upper part of the tree that the shares of each rank began.
+void Reducer::reduce_tree(Bucket& bucket, const at::Tensor& target) {
+  const Where where = here(Where::Kind::step, "the reduction of bucket " + std::to_string(bucket.index));
+  auto sum_over = [&](Group& group, const at::Tensor& whole) {
+    if (group.size() == 1) return whole;
+    const at::Tensor parts = group.all_to_all(whole, where);
+    const std::vector<at::Tensor> rows = parts.chunk(group.size());
+    sum_tree(rows, 0, rows.size());
+    return rows[0];
+  };
+  at::Tensor part = sum_over(groups_.shard, bucket.incoming);
+  if (groups_.replicate.size() > 1) {
+    const at::Tensor piece = sum_over(groups_.replicate, part.contiguous());
+    part = at::empty_like(part);
+    groups_.replicate.all_gather(part, piece.contiguous()).wait(where);
+  }
+  part = part * (1.0 / data_.size());
+  if (target.numel() == part.numel()) {
+    target.copy_(part);
+  } else {
+    groups_.shard.all_gather(target, part).wait(where);
+  }
+}
+
+// ---- shares of a deterministic step
+
+// Before a share: gradients the user dropped since the last one are dropped from the sums too.
+void Reducer::prepare_share() {
+  at::NoGradGuard no_grad;
+  if (passes_ == 1) return;
+  for (Sink& sink : sinks_) {
+    Bucket& bucket = buckets_[sink.slot.bucket];
+    if (!sink.grad().defined()) {
+      for (at::Tensor& sum : bucket.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
+    } else if (sink.grad_in_bucket() && sink.view._version() != sink.version) {
+      throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
+                                     "' was changed in place between two backwards of one deterministic step; change "
+                                     "gradients after the last backward, or clear them with zero_grad()");
+    }
+  }
+}
+
+// After a share: it joins the sums of the shares before it, wherever the tree says so.
+void Reducer::push_shares() {
+  at::NoGradGuard no_grad;
+  const int64_t count = options_.virtual_ranks / data_.size();
+  if (passes_ > count) return;  // step() says so
+  for (Bucket& bucket : buckets_) {
+    make_gradient(bucket);
+    const std::vector<at::Tensor> shares = bucket.shares;
+    for (Sink* sink : bucket.sinks) {
+      const bool given = sink->given || (sink->grad().defined() && !sink->grad_in_bucket());
+      if (!sink->grad().defined() && given) sink->view.zero_();
+      sink->given = given;
+    }
+    complete_incoming(bucket, 1.0);
+    for (Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined() && sink->given) sink->grad() = sink->view;
+      sink->given = false;
+      sink->version = sink->view._version();
+    }
+    bucket.shares.push_back(bucket.incoming);
+    bucket.incoming.reset();
+    for (int sums = sums_after(passes_ - 1, 0, count); sums > 0; --sums) {
+      bucket.shares[bucket.shares.size() - 2].add_(bucket.shares.back());
+      bucket.shares.pop_back();
+    }
+  }
+}
+
+void Reducer::check_shares() const {
+  const int64_t count = options_.virtual_ranks / data_.size();
+  if (passes_ == 0 || passes_ == count) return;
+  throw Error(world_.rank(), "step() after " + std::to_string(passes_) + " backwards in deterministic mode; expected " +
+                                 std::to_string(count) + ", one for each of this rank's shares (virtual_ranks " +
+                                 std::to_string(options_.virtual_ranks) + " over " + std::to_string(data_.size()) +
+                                 " ranks)");
+}
+
+at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
+  std::lock_guard lock(mutex_);
+  check_alive();
+  const Sink* sink = sink_of(parameter);
+  if (sink == nullptr) return {};
+  at::NoGradGuard no_grad;
+  Bucket& bucket = buckets_[sink->slot.bucket];
+  if (!shards_gradient_) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
+  make_gradient(bucket);
+  const at::Tensor whole = data_.allocate(bucket.numel, bucket.gradient.options());
+  groups_.shard.all_gather(whole, bucket.gradient).wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
+  if (!sink->grad().defined()) return {};
+  if (!sink->grad_in_bucket() && !sink->grad_is_piece()) return sink->grad().detach().clone();
+  return view_in(whole, sink->slot.offset, parameter).clone();
+}
+
+const Sink* Reducer::sink_of(const at::Tensor& parameter) const {
+  for (size_t i = 0; i < candidates_.size(); ++i) {
+    if (candidates_[i].second.is_same(parameter)) return sink_of_[i] < 0 ? nullptr : &sinks_[sink_of_[i]];
+  }
+  throw Error(world_.rank(), "full_gradient of a tensor that is no parameter of this engine");
+}
+
+}  // namespace plumb
