@@ -81,6 +81,24 @@ class NoSync {
   Engine& engine_;
 };
 
+enum class Access { read, write };
+
+// Keeps parameters whole; see Engine::gathered. Throws at its end if a change would be lost.
+class Gathered {
+ public:
+  Gathered(Engine& engine, std::vector<at::Tensor> parameters, Access access);
+  ~Gathered() noexcept(false);
+  Gathered(const Gathered&) = delete;
+  Gathered& operator=(const Gathered&) = delete;
+
+ private:
+  Engine& engine_;
+  std::vector<at::Tensor> parameters_;
+  Access access_;
+  int exceptions_;
+  std::vector<uint32_t> versions_;
+};
+
 class Engine {
  public:
   // Compares the model over the ranks (an Error on every rank names the first difference), takes rank 0's values for
@@ -101,6 +119,13 @@ class Engine {
   // Settles every gradient of this step over the ranks, clips, updates the parameters, and broadcasts rank 0's buffers.
   // Collective: every rank calls it after the same number of backwards. Gradients stay; zero_grad() clears them.
   StepInfo step();
+
+  // While the scope lives, these parameters are whole, whatever the strategy: to look at them, to export them. With
+  // Access::write, what rank 0 wrote into them is everybody's when the scope ends; collective, then.
+  [[nodiscard]] Gathered gathered(std::vector<at::Tensor> parameters, Access access = Access::read);
+
+  // A whole copy of a parameter.
+  at::Tensor full_parameter(const at::Tensor& parameter);
 
   // The whole reduced gradient of a parameter, a copy; undefined where it has none. Collective where gradients are
   // sharded: p.grad() is this rank's piece of it then.

@@ -5,4 +5,5 @@
 #include <plumb/error.h>
 #include <plumb/optim.h>
 #include <plumb/strategy.h>
+#include <plumb/unit.h>
 #include <plumb/world.h>

@@ -42,6 +42,47 @@ Owners& owners() {
   return *instance;
 }
 
+// The modules that some plumb::Unit holds. A unit's own parameters are those that no unit inside it holds.
+void find_units(const torch::nn::Module& module, const std::string& name, std::vector<UnitSpec>& units,
+                std::vector<at::Tensor>* around) {
+  if (auto door = unit::find_door(&module)) {
+    const size_t index = units.size();
+    units.push_back({name, std::move(door), {}});
+    std::vector<at::Tensor> own;
+    for (const auto& parameter : module.parameters(/*recurse=*/false)) own.push_back(parameter);
+    for (const auto& child : module.named_children()) find_units(*child.value(), name + "." + child.key(), units, &own);
+    units[index].parameters = std::move(own);
+    return;
+  }
+  if (around != nullptr) {
+    for (const auto& parameter : module.parameters(/*recurse=*/false)) around->push_back(parameter);
+  }
+  for (const auto& child : module.named_children()) find_units(*child.value(), name + "." + child.key(), units, around);
+}
+
+std::vector<UnitSpec> units_of(const torch::nn::Module& module) {
+  std::vector<UnitSpec> units;
+  find_units(module, "", units, nullptr);
+  std::erase_if(units, [](const UnitSpec& unit) { return unit.parameters.empty(); });
+  return units;
+}
+
+// By parameter, the first unit that has it.
+std::vector<int> assign(const NamedTensors& parameters, const std::vector<UnitSpec>& units) {
+  std::unordered_map<const void*, int> first;
+  for (size_t i = 0; i < units.size(); ++i) {
+    for (const at::Tensor& parameter : units[i].parameters) {
+      first.emplace(parameter.unsafeGetTensorImpl(), static_cast<int>(i));
+    }
+  }
+  std::vector<int> result;
+  for (const auto& [name, parameter] : parameters) {
+    const auto it = first.find(parameter.unsafeGetTensorImpl());
+    result.push_back(it == first.end() ? -1 : it->second);
+  }
+  return result;
+}
+
 // A tensor registered under several names (tied weights) is one parameter, under its first name.
 NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) {
   NamedTensors result;
@@ -83,8 +124,8 @@ void check_options(int rank, int size, const Options& options) {
 
 }  // namespace
 
-Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers, Optimizer optimizer,
-                   Options the_options)
+Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers,
+                   std::vector<UnitSpec> specs, Optimizer optimizer, Options the_options)
     : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
       buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
   check_options(world.rank(), world.size(), options);
@@ -99,11 +140,19 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   try {
     check_together(world, failure);
     check_same_model(world, parameters, buffers, optimizer, options);
-    reducer = std::make_shared<Reducer>(world, parameters, std::vector<int>(parameters.size(), -1), options);
+    const Strategy& row = strategy(options.strategy);
+    const bool sharded =
+        row.parameter == Placement::sharded && mesh_of(row, options.mesh, world.size()).shard > 1 && !specs.empty();
+    if (!sharded) specs.clear();
+    reducer = std::make_shared<Reducer>(world, parameters, assign(parameters, specs), options);
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
     broadcast(parameters, where);
     broadcast(buffers, where);
     reducer->start();
+    if (sharded) {
+      units = std::make_shared<Units>(std::move(specs), reducer);
+      units->open_doors();
+    }
   } catch (...) {
     owners().release(this);
     throw;
@@ -138,13 +187,24 @@ void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
   }
 }
 
+// What rank 0 wrote becomes everybody's.
+void Engine::Impl::publish(const std::vector<at::Tensor>& changed) {
+  NamedTensors whole;
+  for (const at::Tensor& parameter : changed) {
+    if (!units || !units->owns(parameter)) whole.emplace_back("", parameter);
+  }
+  broadcast(whole, reducer->here(Where::Kind::step, "publishing what rank 0 wrote"));
+  if (units) units->publish(changed);
+}
+
 Engine::Engine(World world, torch::nn::Module& module, Optimizer optimizer, Options options)
-    : Engine(std::move(world), distinct(module.named_parameters()), distinct(module.named_buffers()),
-             std::move(optimizer), std::move(options)) {}
+    : impl_(std::make_unique<Impl>(std::move(world), distinct(module.named_parameters()),
+                                   distinct(module.named_buffers()), units_of(module), std::move(optimizer),
+                                   std::move(options))) {}
 
 Engine::Engine(World world, NamedTensors parameters, NamedTensors buffers, Optimizer optimizer, Options options)
-    : impl_(std::make_unique<Impl>(std::move(world), std::move(parameters), std::move(buffers), std::move(optimizer),
-                                   std::move(options))) {}
+    : impl_(std::make_unique<Impl>(std::move(world), std::move(parameters), std::move(buffers), std::vector<UnitSpec>{},
+                                   std::move(optimizer), std::move(options))) {}
 
 Engine::~Engine() = default;
 
@@ -176,12 +236,57 @@ StepInfo Engine::step() {
   }
   std::vector<bool> active;
   for (const Sink& sink : reducer.sinks()) active.push_back(sink.grad().defined());
+  if (impl_->units) impl_->units->begin_update();
   impl_->updater.step(reducer.buckets(), reducer.shard(), factor, reducer.ledger(), reducer.fault,
                       reducer.here(Where::Kind::step, "the updated parameters"));
+  if (impl_->units) impl_->units->end_update();
   reducer.ledger().close_step(active);
   impl_->broadcast(impl_->buffers, reducer.here(Where::Kind::step, "the broadcast of rank 0's buffers"));
   reducer.finish_step();
   return info;
+}
+
+at::Tensor Engine::full_parameter(const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  const Gathered scope = gathered({parameter});
+  return parameter.detach().clone();
+}
+
+Gathered Engine::gathered(std::vector<at::Tensor> parameters, Access access) {
+  return Gathered(*this, std::move(parameters), access);
+}
+
+Gathered::Gathered(Engine& engine, std::vector<at::Tensor> parameters, Access access)
+    : engine_(engine), parameters_(std::move(parameters)), access_(access), exceptions_(std::uncaught_exceptions()) {
+  if (engine_.impl().units) engine_.impl().units->hold(parameters_);
+  for (const at::Tensor& parameter : parameters_) versions_.push_back(parameter._version());
+}
+
+Gathered::~Gathered() noexcept(false) {
+  Engine::Impl& impl = engine_.impl();
+  const bool unwinding = std::uncaught_exceptions() > exceptions_;
+  std::string changed;
+  if (access_ == Access::read && !unwinding && impl.units) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (parameters_[i]._version() == versions_[i] || !impl.units->owns(parameters_[i])) continue;
+      for (const auto& [name, parameter] : impl.parameters) {
+        if (parameter.is_same(parameters_[i])) changed = name;
+      }
+    }
+  }
+  std::exception_ptr failure;
+  try {
+    if (access_ == Access::write && !unwinding) impl.publish(parameters_);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (impl.units) impl.units->let_go(parameters_);
+  if (failure) std::rethrow_exception(failure);
+  if (!changed.empty()) {
+    throw Error(impl.world.rank(), "parameter '" + changed +
+                                       "' was changed inside engine.gathered({...}) and the change is lost; gather it "
+                                       "with Access::write, on every rank");
+  }
 }
 
 at::Tensor Engine::full_gradient(const at::Tensor& parameter) { return impl_->reducer->full_gradient(parameter); }

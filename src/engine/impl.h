@@ -6,6 +6,7 @@
 #include "grad/reducer.h"
 #include "optim/update.h"
 #include "plumb/engine.h"
+#include "unit/units.h"
 
 namespace plumb {
 
@@ -17,11 +18,15 @@ struct Engine::Impl {
   Updater updater;
   std::shared_ptr<Reducer> reducer;
 
-  Impl(World world, NamedTensors parameters, NamedTensors buffers, Optimizer optimizer, Options options);
+  std::shared_ptr<Units> units;  // null: all parameters are whole
+
+  Impl(World world, NamedTensors parameters, NamedTensors buffers, std::vector<UnitSpec> specs, Optimizer optimizer,
+       Options options);
   ~Impl();
 
   // Rank 0's values, everywhere.
   void broadcast(const NamedTensors& tensors, const Where& where);
+  void publish(const std::vector<at::Tensor>& changed);
 };
 
 }  // namespace plumb

@@ -3,7 +3,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <type_traits>
 #include <unordered_map>
@@ -62,10 +65,17 @@ Running& running() {
   return instance;
 }
 
+std::atomic<MakeHooks> make_hooks{nullptr};
+
 class AnnouncingEngine final : public torch::autograd::Engine {
  public:
   AnnouncingEngine() = default;
   ~AnnouncingEngine() override { stop(); }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const MakeHooks make = make_hooks.load(std::memory_order_relaxed);
+    return make != nullptr ? make() : nullptr;
+  }
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(const std::shared_ptr<GraphTask>& task, NodePtr root,
                                                                  InputBuffer&& inputs) override {
@@ -120,6 +130,8 @@ void install() {
     torch::autograd::set_default_engine_stub(&announcing_engine);
   });
 }
+
+void save_with(MakeHooks make) { make_hooks = make; }
 
 bool listen(const std::shared_ptr<Listener>& listener) {
   return running().listen(torch::autograd::get_current_graph_task_id(), listener);

@@ -5,6 +5,10 @@
 #include <exception>
 #include <memory>
 
+namespace torch::autograd {
+struct SavedVariableHooks;
+}
+
 namespace plumb::backward {
 
 class Listener {
@@ -21,5 +25,9 @@ void install();
 // Inside an autograd hook: has `listener` called when the outermost backward around this hook ends. False if that was
 // arranged already.
 bool listen(const std::shared_ptr<Listener>& listener);
+
+// How tensors are saved for a backward: by hooks that `make` gives, or plainly where it gives none.
+using MakeHooks = std::unique_ptr<torch::autograd::SavedVariableHooks> (*)();
+void save_with(MakeHooks make);
 
 }  // namespace plumb::backward

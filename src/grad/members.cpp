@@ -50,6 +50,11 @@ Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> u
       deterministic_(options.deterministic), shards_gradient_(shards(row_.gradient)), candidates_(parameters),
       unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1) {}
 
+Groups& Reducer::gathers() {
+  if (!gathers_) gathers_ = std::make_unique<Groups>(new_groups(world_, mesh_));
+  return *gathers_;
+}
+
 void Reducer::start() {
   backward::install();
   std::vector<int> trainable = newcomers();
@@ -91,10 +96,13 @@ void Reducer::admit(const std::vector<int>& candidates) {
   place(plan_sinks(sinks_, indices, options_, data_.size()), indices);
 }
 
-// A frozen parameter has no accumulator to hook; it is hooked when it thaws.
+// A frozen parameter has an accumulator only while it can be asked for one.
 void Reducer::hook(Sink& sink) {
-  if (sink.accumulator || !sink.parameter.requires_grad()) return;
+  if (sink.accumulator || !torch::autograd::isDifferentiableType(sink.parameter.scalar_type())) return;
+  const bool frozen = !sink.parameter.requires_grad();
+  if (frozen) sink.parameter.set_requires_grad(true);
   sink.accumulator = torch::autograd::impl::grad_accumulator(sink.parameter);
+  if (frozen) sink.parameter.set_requires_grad(false);
   // Hooks cannot be taken off again, and may outlive this object in a graph the user keeps.
   std::weak_ptr<Reducer> weak = weak_from_this();
   Sink* target = &sink;

@@ -57,6 +57,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Group& control() { return control_; }
   Group& shard() { return groups_.shard; }
   Group& replicate() { return groups_.replicate; }
+  // Apart from the others, so that gathers and reductions need no common order. Made when first asked for; collective.
+  Groups& gathers();
   bool shards(Placement placement) const { return placement == Placement::sharded && groups_.shard.size() > 1; }
   const Strategy& row() const { return row_; }
   // Where gradients are sharded or not, the whole reduced gradient of a parameter; undefined where it has none. Collective.
@@ -119,6 +121,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   const Strategy& row_;
   Mesh mesh_;
   Groups groups_;
+  std::unique_ptr<Groups> gathers_;
   Group& data_;
   Group& control_;
   Ledger ledger_;

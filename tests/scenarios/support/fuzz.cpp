@@ -24,7 +24,7 @@ struct Chain : torch::nn::Module {
   }
   at::Tensor head(const at::Tensor& h, int upto) { return heads[upto % depth()]->forward(h).pow(2).mean(); }
   at::Tensor loss(const at::Tensor& x, int upto) { return head(trunk(x, upto), upto); }
-  std::vector<torch::nn::Linear> layers, heads;
+  std::vector<Unit<torch::nn::Linear>> layers, heads;
 };
 
 struct Kind {

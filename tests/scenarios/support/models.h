@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include "plumb/unit.h"
+
 namespace plumb::scenarios {
 
 // Two hidden layers, two heads, and a part nobody uses unless asked.
@@ -22,14 +24,14 @@ struct Net : torch::nn::Module {
     const at::Tensor h = trunk(x);
     return left->forward(h).pow(2).mean() + right->forward(h).sin().mean();
   }
-  torch::nn::Linear body{nullptr}, middle{nullptr}, left{nullptr}, right{nullptr}, spare{nullptr};
+  Unit<torch::nn::Linear> body{nullptr}, middle{nullptr}, left{nullptr}, right{nullptr}, spare{nullptr};
 };
 
 // Parameters of many sizes: scalar, empty, tiny, prime, large; one weighs each.
-struct Sizes : torch::nn::Module {
-  explicit Sizes(std::vector<std::vector<int64_t>> shapes, at::ScalarType dtype = at::kFloat) {
+struct Bag : torch::nn::Module {
+  explicit Bag(const std::vector<std::vector<int64_t>>& shapes) {
     for (size_t i = 0; i < shapes.size(); ++i) {
-      weights.push_back(register_parameter("w" + std::to_string(i), torch::randn(shapes[i]).to(dtype)));
+      weights.push_back(register_parameter("w" + std::to_string(i), torch::randn(shapes[i])));
     }
   }
   // A loss whose gradient differs in every element.
@@ -45,6 +47,14 @@ struct Sizes : torch::nn::Module {
   std::vector<at::Tensor> weights;
 };
 
+struct Sizes : torch::nn::Module {
+  explicit Sizes(const std::vector<std::vector<int64_t>>& shapes) {
+    bag = register_module("bag", std::make_shared<Bag>(shapes));
+  }
+  at::Tensor loss(const at::Tensor& x) { return bag->loss(x); }
+  Unit<Bag> bag{nullptr};
+};
+
 // Batch normalisation: buffers that differ over the ranks.
 struct Normed : torch::nn::Module {
   Normed() {
@@ -53,8 +63,8 @@ struct Normed : torch::nn::Module {
     head = register_module("head", torch::nn::Linear(8, 2));
   }
   at::Tensor loss(const at::Tensor& x) { return head->forward(norm->forward(linear->forward(x))).pow(2).mean(); }
-  torch::nn::Linear linear{nullptr}, head{nullptr};
-  torch::nn::BatchNorm1d norm{nullptr};
+  Unit<torch::nn::Linear> linear{nullptr}, head{nullptr};
+  Unit<torch::nn::BatchNorm1d> norm{nullptr};
 };
 
 // One weight in two modules, and an embedding tied to the output.
@@ -70,8 +80,8 @@ struct Tied : torch::nn::Module {
     h = torch::tanh(torch::linear(h, hidden->weight, again->bias));
     return torch::log_softmax(torch::matmul(h, embedding->weight.t()), -1).pow(2).mean();
   }
-  torch::nn::Embedding embedding{nullptr};
-  torch::nn::Linear hidden{nullptr}, again{nullptr};
+  Unit<torch::nn::Embedding> embedding{nullptr};
+  Unit<torch::nn::Linear> hidden{nullptr}, again{nullptr};
 };
 
 // Re-entrant checkpointing, as libtorch users write it: the forward runs without a graph, the backward runs it again.

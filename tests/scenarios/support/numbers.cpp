@@ -17,14 +17,22 @@ struct Raw : torch::autograd::Function<Raw> {
   }
 };
 
-struct HalfWeight : torch::nn::Module {
-  explicit HalfWeight(std::function<void(at::Tensor&)> rule) {
+struct HalfPart : torch::nn::Module {
+  explicit HalfPart(const std::function<void(at::Tensor&)>& rule) {
     weight = register_parameter("weight", torch::randn({5, 3}).to(at::kBFloat16));
     other = register_parameter("other", torch::randn({4}));
     rule(weight);
   }
   at::Tensor loss(const at::Tensor& x) { return Raw::apply(x, weight) + (other * x.sum()).sin().sum(); }
   at::Tensor weight, other;
+};
+
+struct HalfWeight : torch::nn::Module {
+  explicit HalfWeight(const std::function<void(at::Tensor&)>& rule) {
+    part = register_module("part", std::make_shared<HalfPart>(rule));
+  }
+  at::Tensor loss(const at::Tensor& x) { return part->loss(x); }
+  Unit<HalfPart> part{nullptr};
 };
 
 Program train_half(int backwards) {
@@ -34,7 +42,7 @@ Program train_half(int backwards) {
         stage.share(stage.as<HalfWeight>().loss(stage.input({5, 3}, 100 * step + micro))).backward();
       }
       stage.all([&] {
-        const auto& weight = stage.as<HalfWeight>().weight;
+        const auto weight = stage.as<HalfWeight>().part->weight;
         const auto rule = weight.grad_dtype();
         if (rule && weight.grad().scalar_type() != *rule)
           throw std::logic_error("the gradient has another dtype than its rule");
@@ -68,10 +76,11 @@ std::vector<Scenario> number_scenarios() {
                       [] {
                         auto model =
                             std::make_shared<Sizes>(std::vector<std::vector<int64_t>>{{7}, {3, 5}, {11}, {2, 2}, {13}});
-                        for (size_t i = 0; i < model->weights.size(); ++i) {
+                        auto weights = model->parameters();
+                        for (size_t i = 0; i < weights.size(); ++i) {
                           at::NoGradGuard no_grad;
                           const auto dtype = std::array{at::kFloat, at::kDouble, at::kBFloat16}[i % 3];
-                          model->weights[i].set_data(model->weights[i].to(dtype));
+                          weights[i].set_data(weights[i].to(dtype));
                         }
                         return model;
                       },

@@ -61,7 +61,8 @@ constexpr uint64_t kSeed = 20240517;
 Outcome outcome_of(const torch::nn::Module& model, Engine* engine = nullptr) {
   Outcome outcome;
   for (const auto& item : model.named_parameters()) {
-    outcome.parameters.emplace_back(item.key(), item.value().detach().clone());
+    outcome.parameters.emplace_back(
+        item.key(), engine != nullptr ? engine->full_parameter(item.value()) : item.value().detach().clone());
     const at::Tensor grad = engine != nullptr ? engine->full_gradient(item.value()) : item.value().grad();
     outcome.gradients.emplace_back(item.key(), grad.defined() ? grad.detach().clone() : grad);
   }

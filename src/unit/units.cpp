@@ -1,0 +1,346 @@
+#include "unit/units.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "grad/node.h"
+#include "plumb/error.h"
+#include "unit/saved.h"
+
+namespace plumb {
+namespace {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+// How many units a backward keeps that it may come back to.
+constexpr size_t kRecent = 2;
+
+template <class Storage>
+void clear_error(Storage& storage) {
+  // From torch 2.13 on.
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) storage.clear_data_ptr_access_error_msg_();
+}
+
+template <class Storage>
+void set_error(Storage& storage, const std::string& message) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  }
+}
+
+}  // namespace
+
+// After a node that unpacked something of a unit has run.
+struct Units::ReaderHook final : torch::autograd::FunctionPostHook {
+  ReaderHook(std::weak_ptr<Units> units, Home* home, const void* node)
+      : units(std::move(units)), home(home), node(node) {}
+  ~ReaderHook() override {
+    auto alive = units.lock();
+    if (!alive) return;
+    Lock lock(alive->mutex_);
+    if (auto it = alive->hooked_.find(node); it != alive->hooked_.end()) {
+      std::erase(it->second, home);
+      if (it->second.empty()) alive->hooked_.erase(it);
+    }
+  }
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    if (auto alive = units.lock()) alive->left(*home, node);
+    return outputs;
+  }
+  std::weak_ptr<Units> units;
+  Home* home;
+  const void* node;
+};
+
+Units::Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer)
+    : owner_(std::move(reducer)), reducer_(*owner_), specs_(std::move(specs)) {
+  for (Bucket& bucket : reducer_.buckets()) {
+    if (bucket.unit < 0) continue;
+    Home& home = homes_.emplace_back();
+    home.bucket = &bucket;
+    settle_in(home);
+  }
+  for (const UnitSpec& spec : specs_) {
+    std::vector<Home*> homes;
+    for (const at::Tensor& parameter : spec.parameters) {
+      Home* home = &home_of(parameter);
+      if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
+    }
+    homes_of_unit_.push_back(std::move(homes));
+  }
+}
+
+Units::~Units() {
+  for (const UnitSpec& spec : specs_) {
+    std::lock_guard lock(spec.door->mutex);
+    spec.door->number = -1;
+  }
+  // Whoever keeps the parameters keeps whole ones where that needs nobody else.
+  for (Home& home : homes_) {
+    try {
+      if (!home.full && !home.peers.empty()) gather(home);
+    } catch (const std::exception&) {
+    }
+  }
+}
+
+void Units::open_doors() {
+  saved::install(weak_from_this());
+  for (size_t i = 0; i < specs_.size(); ++i) {
+    std::lock_guard lock(specs_[i].door->mutex);
+    specs_[i].door->units = weak_from_this();
+    specs_[i].door->number = static_cast<int>(i);
+  }
+  reducer_.on_complete = [weak = weak_from_this()](Bucket& bucket) {
+    if (auto self = weak.lock()) self->completed(bucket);
+  };
+}
+
+void Units::settle_in(Home& home) {
+  at::NoGradGuard no_grad;
+  Bucket& bucket = *home.bucket;
+  const at::Tensor& like = bucket.sinks[0]->parameter;
+  const auto options = at::TensorOptions().dtype(like.scalar_type()).device(like.device());
+  home.whole = at::zeros({bucket.numel}, options);
+  bucket.parameter = reducer_.shard().allocate(bucket.held.size(), options);
+  for (Sink* sink : bucket.sinks) {
+    const at::Tensor place = view_in(home.whole, sink->slot.offset, sink->parameter);
+    place.copy_(sink->parameter);
+    at::Tensor parameter = sink->parameter;
+    parameter.set_data(place);
+  }
+  bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
+  const Where where{Where::Kind::setup, 0, 0, "the shards of the parameters"};
+  home.peers = reducer_.shard().peers(bucket.parameter, where);
+  if (home.peers.empty()) reducer_.gathers();
+  homes_of_[home.whole.storage().unsafeGetStorageImpl()] = &home;
+  home.full = true;
+  release(home);
+}
+
+void Units::gather(Home& home) {
+  at::NoGradGuard no_grad;
+  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+  const auto bytes = static_cast<size_t>(home.bucket->numel * home.whole.element_size());
+  clear_error(storage);
+  storage.set_data_ptr_noswap(storage.allocator()->allocate(bytes));
+  storage.set_nbytes(bytes);
+  home.full = true;
+  home.complete = false;
+  ++gathers_;
+  const int64_t part = home.bucket->held.size();
+  if (home.peers.empty()) {
+    const std::string& name = home.bucket->sinks[0]->name;
+    const Where where = reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + name + "'");
+    Group& shard = reducer_.gathers().shard;
+    // A collective needs all ranks to gather the same unit; reading in place does not.
+    const int64_t mine = home.bucket->index;
+    for (const auto& other : shard.exchange(std::span(&mine, 1), where)) {
+      if (other[0] == mine) continue;
+      const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
+      throw Error(reducer_.world().rank(),
+                  "this rank gathers the parameters beside '" + name + "' while another gathers those beside '" +
+                      theirs.sinks[0]->name +
+                      "'; this backend can only gather what every rank uses, in the same order: use the same units on "
+                      "every rank, or ranks of one machine, which read each other's memory (backend shm)");
+    }
+    shard.all_gather(home.whole, home.bucket->parameter).wait(where);
+    return;
+  }
+  for (size_t r = 0; r < home.peers.size(); ++r) {
+    home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
+  }
+}
+
+void Units::release(Home& home) {
+  if (!home.full) return;
+  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+  storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
+  storage.set_nbytes(size_t{0});
+  set_error(storage, "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
+                         home.bucket->sinks[0]->name +
+                         "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
+                         "inside engine.gathered({...})");
+  home.full = false;
+}
+
+void Units::release_if_idle(Home& home) {
+  if (!home.full || home.holds > 0 || !home.readers.empty()) return;
+  const bool recent = std::find(recent_.begin(), recent_.end(), home.bucket->unit) != recent_.end();
+  if (home.complete || !recent) release(home);
+}
+
+// ---- scopes
+
+void Units::enter(int unit) {
+  {
+    Lock lock(mutex_);
+    std::vector<Home*> held;
+    try {
+      for (Home* home : homes_of_unit_[unit]) {
+        ++home->holds;
+        held.push_back(home);
+        if (!home->full) gather(*home);
+      }
+    } catch (...) {
+      for (Home* home : held) --home->holds;
+      throw;
+    }
+  }
+  saved::push(shared_from_this(), unit);
+}
+
+void Units::leave(int unit) {
+  saved::pop();
+  Lock lock(mutex_);
+  // A forward that runs again inside a backward is followed by its own backward.
+  if (torch::autograd::get_current_graph_task_id() >= 0 && at::GradMode::is_enabled()) {
+    if (backward::listen(shared_from_this())) ++tasks_;
+    touch(unit);
+  }
+  for (Home* home : homes_of_unit_[unit]) {
+    --home->holds;
+    release_if_idle(*home);
+  }
+}
+
+void Units::hold(const std::vector<at::Tensor>& parameters) {
+  Lock lock(mutex_);
+  for (const at::Tensor& parameter : parameters) {
+    if (!owns(parameter)) continue;
+    Home& home = home_of(parameter);
+    ++home.holds;
+    if (!home.full) gather(home);
+  }
+  saved::push(shared_from_this(), -1);
+}
+
+void Units::let_go(const std::vector<at::Tensor>& parameters) {
+  saved::pop();
+  Lock lock(mutex_);
+  for (const at::Tensor& parameter : parameters) {
+    if (!owns(parameter)) continue;
+    Home& home = home_of(parameter);
+    --home.holds;
+    release_if_idle(home);
+  }
+}
+
+void Units::publish(const std::vector<at::Tensor>& parameters) {
+  Lock lock(mutex_);
+  at::NoGradGuard no_grad;
+  const Where where = reducer_.here(Where::Kind::step, "publishing what rank 0 wrote");
+  std::vector<Home*> homes;
+  for (const at::Tensor& parameter : parameters) {
+    if (!owns(parameter)) continue;
+    Home* home = &home_of(parameter);
+    if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
+  }
+  reducer_.control().barrier().wait(where);  // nobody reads the shards any more
+  for (Home* home : homes) {
+    reducer_.data().broadcast(home->whole, 0).wait(where);
+    const Range& held = home->bucket->held;
+    home->bucket->parameter.copy_(home->whole.narrow(0, held.begin, held.size()));
+    for (Sink* sink : home->bucket->sinks) sink->parameter.unsafeGetTensorImpl()->bump_version();
+  }
+  reducer_.control().barrier().wait(where);
+}
+
+void Units::begin_update() {
+  Lock lock(mutex_);
+  for (Home& home : homes_) {
+    if (home.holds > 0) {
+      throw Error(reducer_.world().rank(), "step() while the parameters beside '" + home.bucket->sinks[0]->name +
+                                               "' are in use; end the scope that gathered them first");
+    }
+    release(home);
+  }
+}
+
+// Nobody reads a shard that another rank has not finished.
+void Units::end_update() {
+  const bool reads_in_place = std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
+  if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
+}
+
+bool Units::owns(const at::Tensor& parameter) const {
+  return parameter.has_storage() && homes_of_.contains(parameter.storage().unsafeGetStorageImpl());
+}
+
+Units::Home& Units::home_of(const at::Tensor& parameter) {
+  return *homes_of_.at(parameter.storage().unsafeGetStorageImpl());
+}
+
+int64_t Units::gathered_bytes() const {
+  Lock lock(mutex_);
+  int64_t bytes = 0;
+  for (const Home& home : homes_) bytes += home.full ? home.bucket->numel * home.whole.element_size() : 0;
+  return bytes;
+}
+
+// ---- backwards
+
+void Units::need(int unit) {
+  Lock lock(mutex_);
+  for (Home* home : homes_of_unit_[unit]) need(*home);
+}
+
+void Units::need_storage(const c10::StorageImpl* storage) {
+  Lock lock(mutex_);
+  need(*homes_of_.at(storage));
+}
+
+void Units::need(Home& home) {
+  if (!home.full) gather(home);
+  if (torch::autograd::get_current_graph_task_id() < 0) return;  // somebody looks at a graph; the next backward releases
+  if (backward::listen(shared_from_this())) ++tasks_;
+  if (const auto node = torch::autograd::get_current_node()) {
+    home.readers.insert(node.get());
+    auto& known = hooked_[node.get()];
+    if (std::find(known.begin(), known.end(), &home) == known.end()) {
+      known.push_back(&home);
+      node->add_post_hook(std::make_unique<ReaderHook>(weak_from_this(), &home, node.get()));
+    }
+  }
+  touch(home.bucket->unit);
+}
+
+void Units::touch(int unit) {
+  if (std::find(recent_.begin(), recent_.end(), unit) != recent_.end()) return;
+  recent_.push_front(unit);
+  if (recent_.size() <= kRecent) return;
+  recent_.pop_back();
+  for (Home& home : homes_) release_if_idle(home);
+}
+
+void Units::left(Home& home, const void* node) {
+  Lock lock(mutex_);
+  home.readers.erase(node);
+  release_if_idle(home);
+}
+
+void Units::completed(Bucket& bucket) {
+  Lock lock(mutex_);
+  for (Home& home : homes_) {
+    if (home.bucket != &bucket) continue;
+    home.complete = true;
+    release_if_idle(home);
+  }
+}
+
+void Units::backward_ended(std::exception_ptr) {
+  Lock lock(mutex_);
+  if (--tasks_ > 0) return;
+  tasks_ = 0;
+  recent_.clear();
+  for (Home& home : homes_) {
+    home.readers.clear();  // a node that threw never said that it was done
+    home.complete = false;
+    release_if_idle(home);
+  }
+}
+
+}  // namespace plumb

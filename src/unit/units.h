@@ -1,0 +1,104 @@
+// Units: the parameters of an engine that are sharded over the ranks, and whole only while somebody needs them.
+//
+// The parameters of one bucket share one storage. Gathering gives that storage memory and fills it with every rank's
+// shard; releasing takes the memory away, and whatever touches the parameters then gets an error. A forward holds its
+// unit by a scope. A backward finds its way alone (contract 4): whatever a node saved inside a unit's scope gathers that
+// unit when the node unpacks it, in every graph task anew, and the unit is let go when its last gradient has come, when
+// the backward has moved on to other units, or when it ends, well or badly.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "grad/backward.h"
+#include "grad/bucket.h"
+#include "grad/reducer.h"
+#include "unit/door.h"
+
+namespace plumb {
+
+// A module that is a unit: its name, and its own parameters, tied ones included; those of units inside it are theirs.
+struct UnitSpec {
+  std::string name;
+  std::shared_ptr<unit::Door> door;
+  std::vector<at::Tensor> parameters;
+};
+
+class Units : public backward::Listener, public std::enable_shared_from_this<Units> {
+ public:
+  // Cuts the parameters of the reducer's unit buckets over its shard group. Collective.
+  Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer);
+  ~Units() override;
+  void open_doors();
+
+  // Around a use of a unit, outside or inside of a backward.
+  void enter(int unit);
+  void leave(int unit);
+
+  // Around a use of single parameters.
+  void hold(const std::vector<at::Tensor>& parameters);
+  void let_go(const std::vector<at::Tensor>& parameters);
+  // What rank 0 wrote into held parameters becomes everybody's. Collective.
+  void publish(const std::vector<at::Tensor>& parameters);
+
+  // Nobody reads a shard from here to `updated`. An Error if somebody holds one.
+  void begin_update();
+  void end_update();
+
+  bool owns(const at::Tensor& parameter) const;
+  int64_t gathered_bytes() const;  // right now
+  int64_t gathers() const { return gathers_; }
+
+  // Inside a node's backward: gathers what it saved.
+  void need(int unit);
+  void need_storage(const c10::StorageImpl* storage);
+  bool is_home(const c10::StorageImpl* storage) const { return homes_of_.contains(storage); }
+
+  void backward_ended(std::exception_ptr failure) override;
+
+ private:
+  // Where the parameters of one bucket live.
+  struct Home {
+    Bucket* bucket = nullptr;
+    at::Tensor whole;               // over the storage that the parameters share
+    std::vector<at::Tensor> peers;  // everybody's shard, to be read in place; empty: gathered by a collective
+    int holds = 0;
+    std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
+    bool full = false;
+    bool complete = false;  // its last gradient of this pass has come
+  };
+  struct ReaderHook;
+
+  void settle_in(Home& home);
+  void gather(Home& home);
+  void release(Home& home);
+  void release_if_idle(Home& home);
+  void need(Home& home);
+  void touch(int unit);
+  void left(Home& home, const void* node);
+  void completed(Bucket& bucket);
+  Home& home_of(const at::Tensor& parameter);
+
+  std::shared_ptr<Reducer> owner_;
+  Reducer& reducer_;
+  std::vector<UnitSpec> specs_;
+  mutable std::recursive_mutex mutex_;
+  std::deque<Home> homes_;
+  std::vector<std::vector<Home*>> homes_of_unit_;
+  std::unordered_map<const c10::StorageImpl*, Home*> homes_of_;
+  std::deque<int> recent_;  // units the running backwards needed last
+  std::map<const void*, std::vector<Home*>> hooked_;  // nodes that tell when they are done
+  int tasks_ = 0;           // backwards under way
+  int64_t gathers_ = 0;
+};
+
+}  // namespace plumb
