@@ -33,6 +33,13 @@ namespace plumb {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
+struct LossScale {
+  double initial = 65536.0;
+  double growth = 2.0;      // after `interval` good steps in a row
+  double backoff = 0.5;     // after a step that was skipped
+  int64_t interval = 2000;
+};
+
 struct Options {
   std::string strategy = "ddp";  // a row of the placement table
   Mesh mesh;                     // the axes that sharding and replication run over; by default the strategy's own
@@ -45,6 +52,9 @@ struct Options {
   bool master_weights = true;
   // Gradients are scaled so that their global norm is at most this. Unset: no clipping, no norm.
   std::optional<double> clip_norm;
+  // Dynamic loss scaling, for f16: engine.backward() and engine.scale() multiply the loss, step() divides the gradients.
+  // When a gradient of any rank is not finite, every rank skips the update and lowers the scale alike.
+  std::optional<LossScale> loss_scale;
   Schedule schedule;
   std::vector<ParameterGroup> groups;
   // no_sync with sharded gradients. Off: each backward is reduced all the same, and no rank ever holds a whole
@@ -63,6 +73,8 @@ struct Options {
 struct StepInfo {
   int64_t step = 0;      // number of this step, from 0
   double lr = 0.0;       // of the parameters outside all groups
+  bool skipped = false;  // a gradient was not finite: nothing was updated
+  double loss_scale = 1.0;  // that the gradients of this step were made with
   at::Tensor grad_norm;  // before clipping; a scalar on the parameters' device. Undefined without clip_norm
 };
 
@@ -113,6 +125,15 @@ class Engine {
   // Same as loss.backward(), and also counts as this rank's backward when `loss` reaches no parameter, needs no
   // gradient, or is undefined: for a rank with nothing to contribute.
   void backward(const at::Tensor& loss, bool retain_graph = false);
+
+  // For a backward that is not autograd's: hands over a gradient in any dtype, in any order, several times per parameter
+  // if need be; the parameter's dtype rule applies. Inside a backward of autograd's it belongs to that pass; otherwise
+  // end_pass() says where the pass ends. As operators: plumb::deliver(parameter, gradient), plumb::end_pass(parameter).
+  void deliver(const at::Tensor& parameter, const at::Tensor& raw_gradient);
+  void end_pass();
+
+  // The loss times the loss scale, to call backward() on; the loss itself without Options::loss_scale.
+  at::Tensor scale(const at::Tensor& loss) const;
 
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 

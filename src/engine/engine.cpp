@@ -4,43 +4,15 @@
 #include <torch/nn/module.h>
 
 #include <map>
-#include <mutex>
 #include <unordered_map>
 
 #include "engine/impl.h"
+#include "engine/owners.h"
 #include "grad/manifest.h"
 #include "optim/norm.h"
 
 namespace plumb {
 namespace {
-
-// Whose parameter is it? One parameter in two engines would be reduced and updated twice.
-class Owners {
- public:
-  void claim(int rank, const NamedTensors& parameters, const void* owner) {
-    std::lock_guard lock(mutex_);
-    for (const auto& [name, parameter] : parameters) {
-      if (owners_.contains(parameter.unsafeGetTensorImpl())) {
-        throw Error(rank,
-                    "parameter '" + name + "' belongs to another engine already; give each parameter to one engine");
-      }
-    }
-    for (const auto& [name, parameter] : parameters) owners_[parameter.unsafeGetTensorImpl()] = owner;
-  }
-  void release(const void* owner) {
-    std::lock_guard lock(mutex_);
-    std::erase_if(owners_, [&](const auto& entry) { return entry.second == owner; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<const void*, const void*> owners_;
-};
-
-Owners& owners() {
-  static auto* instance = new Owners;  // never destroyed: engines may outlive main
-  return *instance;
-}
 
 // The modules that some plumb::Unit holds. A unit's own parameters are those that no unit inside it holds.
 void find_units(const torch::nn::Module& module, const std::string& name, std::vector<UnitSpec>& units,
@@ -105,6 +77,11 @@ void check_options(int rank, int size, const Options& options) {
   if (options.clip_norm && !(*options.clip_norm > 0)) {
     throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
   }
+  if (const auto& scale = options.loss_scale;
+      scale && !(scale->initial > 0 && scale->growth >= 1 && scale->backoff > 0 && scale->backoff < 1 &&
+                 scale->interval > 0)) {
+    throw Error(rank, "loss_scale needs initial > 0, growth >= 1, backoff between 0 and 1, and interval > 0");
+  }
   if (options.deterministic) {
     const int shares = options.virtual_ranks;
     const auto power_of_two = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
@@ -129,11 +106,12 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
       buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
   check_options(world.rank(), world.size(), options);
+  if (options.loss_scale) loss_scale = options.loss_scale->initial;
   // A rank that finds its own model wanting tells the others before it leaves.
   std::exception_ptr failure;
   try {
     check_model(world.rank(), parameters);
-    owners().claim(world.rank(), parameters, this);
+    Owners::all().claim(world.rank(), parameters, this);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -154,14 +132,14 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
       units->open_doors();
     }
   } catch (...) {
-    owners().release(this);
+    Owners::all().release(this);
     throw;
   }
 }
 
 Engine::Impl::~Impl() {
   reducer->stop();
-  owners().release(this);
+  Owners::all().release(this);
 }
 
 void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
@@ -212,13 +190,29 @@ void Engine::backward(const at::Tensor& loss, bool retain_graph) {
   Reducer& reducer = *impl_->reducer;
   reducer.begin_backward();
   try {
-    if (loss.defined() && loss.requires_grad()) loss.backward({}, retain_graph);
+    if (loss.defined() && loss.requires_grad()) scale(loss).backward({}, retain_graph);
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     reducer.end_backward(failure);
     std::rethrow_exception(failure);
   }
   reducer.end_backward(nullptr);
+}
+
+at::Tensor Engine::scale(const at::Tensor& loss) const {
+  return impl_->options.loss_scale ? loss * impl_->loss_scale : loss;
+}
+
+// One decision for all ranks: they all know whether the step was skipped.
+void Engine::Impl::settle_scale(bool skipped) {
+  const LossScale& rule = *options.loss_scale;
+  if (skipped) {
+    loss_scale *= rule.backoff;
+    good_steps = 0;
+  } else if (++good_steps == rule.interval) {
+    loss_scale *= rule.growth;
+    good_steps = 0;
+  }
 }
 
 StepInfo Engine::step() {
@@ -228,6 +222,19 @@ StepInfo Engine::step() {
   info.step = reducer.steps();
   const double factor = impl_->options.schedule.factor(info.step);
   info.lr = impl_->updater.lr() * factor;
+  info.loss_scale = impl_->loss_scale;
+  if (impl_->options.loss_scale) {
+    info.skipped = !gradients_are_finite(reducer.buckets(), reducer.shards(reducer.row().gradient), reducer.shard(),
+                                         reducer.here(Where::Kind::step, "whether all gradients are finite"));
+    impl_->settle_scale(info.skipped);
+    if (info.skipped) {
+      for (const Sink& sink : reducer.sinks()) reducer.ledger().consumed(sink.index);
+      reducer.ledger().close_step(std::vector<bool>(reducer.sinks().size(), false));
+      reducer.finish_step();
+      return info;
+    }
+    scale_gradients(reducer.buckets(), at::scalar_tensor(1.0 / info.loss_scale));
+  }
   const Where norm_at = reducer.here(Where::Kind::step, "the gradient norm");
   if (impl_->options.clip_norm) {
     info.grad_norm = gradient_norm(reducer.buckets(), reducer.shards(reducer.row().gradient), reducer.shard(),

@@ -18,6 +18,8 @@ struct Engine::Impl {
   Updater updater;
   std::shared_ptr<Reducer> reducer;
 
+  double loss_scale = 1.0;
+  int64_t good_steps = 0;  // since the scale last changed
   std::shared_ptr<Units> units;  // null: all parameters are whole
 
   Impl(World world, NamedTensors parameters, NamedTensors buffers, std::vector<UnitSpec> specs, Optimizer optimizer,
@@ -26,6 +28,7 @@ struct Engine::Impl {
 
   // Rank 0's values, everywhere.
   void broadcast(const NamedTensors& tensors, const Where& where);
+  void settle_scale(bool skipped);
   void publish(const std::vector<at::Tensor>& changed);
 };
 

@@ -16,7 +16,8 @@ struct Bucket {
   int index = -1;
   int unit = -1;             // the unit whose parameters these are; -1: parameters that are always whole
   std::vector<Sink*> sinks;  // in the order they lie in memory
-  int64_t numel = 0;         // of all of them, with padding that stays zero
+  at::ScalarType dtype = at::kFloat;  // of the gradient: the widest that a member's rule asks for
+  int64_t numel = 0;                  // of all of them, with padding that stays zero
   Range kept;                // of the reduced gradient: this rank's part where gradients are sharded, otherwise all of it
   Range updated;             // by this rank's optimizer: its part where the state is sharded, otherwise all of it
   Range held;                // of the parameters: this rank's part where they are sharded, otherwise all of them

@@ -17,12 +17,12 @@ std::vector<bool> unpack_bits(std::span<const int64_t> words, size_t count) {
   return bits;
 }
 
-constexpr size_t kHead = 5;
+constexpr size_t kHead = 6;
 
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {static_cast<int64_t>(kind), step, pass, failed, newcomers};
+  std::vector<int64_t> words = {static_cast<int64_t>(kind), step, pass, failed, newcomers, rules};
   pack_bits(late, words);
   pack_bits(used, words);
   return words;
@@ -35,6 +35,7 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.pass = words[2];
   facts.failed = words[3] != 0;
   facts.newcomers = words[4];
+  facts.rules = words[5];
   facts.late = unpack_bits(words.subspan(kHead), buckets);
   facts.used = unpack_bits(words.subspan(kHead + (buckets + 63) / 64), parameters);
   return facts;

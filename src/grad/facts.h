@@ -15,6 +15,7 @@ struct Facts {
   int64_t pass = 0;
   bool failed = false;     // this rank's backward threw: its gradients are incomplete
   int64_t newcomers = 0;   // digest of the parameters that began to require a gradient; 0: none
+  int64_t rules = 0;       // digest of the dtypes that the parameters' gradients have
   std::vector<bool> late;  // by bucket: must be reduced (again)
   std::vector<bool> used;  // by parameter: this rank has a gradient
 

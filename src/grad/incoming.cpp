@@ -34,9 +34,8 @@ int sums_after(int64_t leaf, int64_t begin, int64_t end) {
 void Reducer::open_incoming(Bucket& bucket) {
   if (bucket.incoming.defined()) return;
   if (!deterministic_) keep_few_in_flight();
-  const Sink& any = *bucket.sinks[0];
-  bucket.incoming =
-      data_.allocate(bucket.numel, at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device()));
+  const c10::Device device = bucket.sinks[0]->parameter.device();
+  bucket.incoming = data_.allocate(bucket.numel, at::TensorOptions().dtype(bucket.dtype).device(device));
 }
 
 // Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
@@ -48,22 +47,29 @@ void Reducer::keep_few_in_flight() {
   }
 }
 
-void Reducer::make_gradient(Bucket& bucket) {
+// `old`: what the gradient held before, in another dtype.
+void Reducer::make_gradient(Bucket& bucket, const at::Tensor& old) {
   if (bucket.gradient.defined()) return;
-  const Sink& any = *bucket.sinks[0];
-  bucket.gradient =
-      data_.allocate(bucket.kept.size(), at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device()))
-          .zero_();
+  at::NoGradGuard no_grad;
+  const c10::Device device = bucket.sinks[0]->parameter.device();
+  bucket.gradient = data_.allocate(bucket.kept.size(), at::TensorOptions().dtype(bucket.dtype).device(device));
+  if (old.defined()) {
+    bucket.gradient.copy_(old);
+  } else {
+    bucket.gradient.zero_();
+  }
   for (Sink* sink : bucket.sinks) {
-    if (!shards_gradient_) {
+    const bool in_bucket = sink->grad_in_bucket();
+    if (shards_gradient_) {
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
+      const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
+      std::vector<int64_t> shape(sink->parameter.dim() + 1, 1);
+      shape.back() = mine.size();
+      sink->view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
+    } else {
       sink->view = view_in(bucket.gradient, sink->slot.offset, sink->parameter);
-      continue;
     }
-    const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
-    const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
-    std::vector<int64_t> shape(sink->parameter.dim() + 1, 1);
-    shape.back() = mine.size();
-    sink->view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
+    if (in_bucket) sink->grad() = sink->view;
   }
 }
 
@@ -238,11 +244,11 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   return view_in(whole, sink->slot.offset, parameter).clone();
 }
 
-const Sink* Reducer::sink_of(const at::Tensor& parameter) const {
+Sink* Reducer::sink_of(const at::Tensor& parameter) {
   for (size_t i = 0; i < candidates_.size(); ++i) {
     if (candidates_[i].second.is_same(parameter)) return sink_of_[i] < 0 ? nullptr : &sinks_[sink_of_[i]];
   }
-  throw Error(world_.rank(), "full_gradient of a tensor that is no parameter of this engine");
+  throw Error(world_.rank(), "a tensor that is no parameter of this engine");
 }
 
 }  // namespace plumb

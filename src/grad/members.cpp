@@ -122,6 +122,8 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
     bucket.index = number;
     bucket.numel = shape.numel;
     bucket.unit = sinks_[indices[shape.items[0]]].unit;
+    bucket.dtype = sinks_[indices[shape.items[0]]].rule.bucket;
+    for (int item : shape.items) bucket.dtype = c10::promoteTypes(bucket.dtype, sinks_[indices[item]].rule.bucket);
     const Range own = owned(shape.numel, groups_.shard.rank(), groups_.shard.size());
     const Range all{0, shape.numel};
     bucket.kept = shards_gradient_ ? own : all;
@@ -132,7 +134,7 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
       const Slot slot{number, layout.slots[item].offset};
       if (!shards_gradient_ && !bucket.gradient.defined()) {
         bucket.gradient =
-            data_.allocate(shape.numel, at::TensorOptions().dtype(sink.rule.bucket).device(sink.parameter.device()))
+            data_.allocate(shape.numel, at::TensorOptions().dtype(bucket.dtype).device(sink.parameter.device()))
                 .zero_();
       }
       if (shards_gradient_) {

@@ -17,7 +17,7 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
   check_alive();
   if (!open_) open_pass();
   const int task = torch::autograd::get_current_graph_task_id();
-  if (task != last_task_) {
+  if (task != last_task_ && task >= 0) {
     last_task_ = task;
     if (backward::listen(shared_from_this())) ++attached_;
   }
@@ -62,7 +62,7 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
     }
   }
   ready_order_.push_back(sink.index);
-  if (sink.deliveries++ == 0 && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete) on_complete(bucket);
+  if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete) on_complete(bucket);
   if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) reduce(bucket);
   if (synced_) launch_ready();
 }
@@ -84,13 +84,41 @@ void Reducer::open_pass() {
     bucket.waiting = 0;
     for (Sink* sink : bucket.sinks) {
       hook(*sink);
+      sink->expected = std::max(1, sink->deliveries);
       sink->deliveries = sink->unsettled = sink->taken = 0;
       sink->given = false;
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
   }
   untangle();
+  hold_launches_ = follow_rules();
   if (deterministic_) prepare_share();
+}
+
+// Contract 3: a leaf's rule may change between passes, and its bucket with it. True if any did: then nothing travels
+// before all ranks have said that theirs did too.
+bool Reducer::follow_rules() {
+  bool changed = false;
+  int64_t digest = 0;
+  for (Bucket& bucket : buckets_) {
+    at::ScalarType dtype = grad_rule(bucket.sinks[0]->parameter, options_.accumulate_dtype).bucket;
+    for (Sink* sink : bucket.sinks) {
+      const GradRule rule = grad_rule(sink->parameter, options_.accumulate_dtype);
+      changed = changed || !(rule == sink->rule);
+      sink->rule = rule;
+      dtype = c10::promoteTypes(dtype, rule.bucket);
+      const int64_t cast = rule.cast ? static_cast<int64_t>(*rule.cast) + 1 : 0;
+      digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ static_cast<uint64_t>(cast)) * 0x100000001b3u);
+    }
+    if (dtype != bucket.dtype) {
+      bucket.dtype = dtype;
+      const at::Tensor old = bucket.gradient;
+      bucket.gradient.reset();
+      if (old.defined()) make_gradient(bucket, old);
+    }
+  }
+  rules_ = digest;
+  return changed;
 }
 
 // A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
@@ -115,6 +143,7 @@ void Reducer::untangle() {
 
 // In bucket order. The last bucket stays until the backward has ended: its last gradient comes then anyway.
 void Reducer::launch_ready() {
+  if (hold_launches_) return;
   while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) {
     Bucket& bucket = buckets_[next_++];
     if (!bucket.launched) reduce(bucket);
@@ -176,6 +205,50 @@ void Reducer::copy_together(Bucket& bucket) {
   }
 }
 
+// ---- gradients that come without autograd
+
+void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
+  Lock lock(mutex_);
+  check_alive();
+  Sink* sink = sink_of(parameter);
+  if (sink == nullptr || !parameter.requires_grad()) {
+    throw Error(world_.rank(), "a gradient was delivered for a frozen parameter; set requires_grad first");
+  }
+  if (!raw.defined()) throw Error(world_.rank(), "an undefined gradient was delivered for parameter '" + sink->name + "'");
+  if (raw.sizes() != parameter.sizes()) {
+    throw Error(world_.rank(), c10::str("the gradient delivered for parameter '", sink->name, "' has shape ", raw.sizes(),
+                                        "; expected ", parameter.sizes(), ", the parameter's"));
+  }
+  at::NoGradGuard no_grad;
+  // Outside of every backward this opens a pass of its own, which end_pass() closes.
+  if (torch::autograd::get_current_graph_task_id() < 0 && !delivering_) {
+    begin_backward();
+    delivering_ = true;
+  }
+  const GradRule rule = grad_rule(parameter, options_.accumulate_dtype);
+  const at::Tensor gradient = before_accumulation(*sink, rule.cast ? raw.to(*rule.cast) : raw);
+  at::Tensor& mine = sink->grad();
+  if (gradient.defined()) {
+    if (mine.defined()) {
+      mine.add_(gradient);
+    } else {
+      mine = gradient.is_same(raw) ? gradient.clone() : gradient;  // the caller may use its memory again
+    }
+  }
+  after_accumulation(*sink, gradient);
+}
+
+void Reducer::end_pass() {
+  {
+    Lock lock(mutex_);
+    if (!delivering_) {
+      throw Error(world_.rank(), "end_pass() without a delivered gradient; inside a backward, the pass ends with it");
+    }
+    delivering_ = false;
+  }
+  end_backward(nullptr);
+}
+
 void Reducer::begin_backward() {
   Lock lock(mutex_);
   check_alive();
@@ -216,6 +289,7 @@ void Reducer::close_synced_pass() {
   const Where where = here(Where::Kind::backward);
   std::vector<Facts> all;
   try {
+    if (hold_launches_) agree(Where::Kind::backward, std::vector<bool>(buckets_.size()));
     while (next_ < buckets_.size()) {
       Bucket& bucket = buckets_[next_++];
       if (!bucket.launched) reduce(bucket);
@@ -267,6 +341,7 @@ std::vector<Facts> Reducer::agree(Where::Kind kind, std::vector<bool> late) {
   mine.pass = passes_;
   mine.failed = failure_ != nullptr;
   mine.newcomers = newcomers_digest();
+  mine.rules = rules_;
   mine.late = std::move(late);
   for (const Sink& sink : sinks_) mine.used.push_back(sink.grad().defined() || sink.given);
   if (control_.size() == 1) return {mine};
@@ -292,6 +367,10 @@ void Reducer::check_in_step(const std::vector<Facts>& all) const {
       throw Error(world_.rank(), "rank 0 " + told(first) + ", but rank " + std::to_string(rank) + " " + told(other) +
                                      ". Every rank must run the same number of backwards before step(); a rank with "
                                      "nothing to contribute calls engine.backward() all the same");
+    }
+    if (other.rules != first.rules) {
+      throw Error(world_.rank(), "the grad_dtype of some parameter differs between rank 0 and rank " +
+                                     std::to_string(rank) + "; set it alike on every rank");
     }
     if (other.newcomers != first.newcomers) {
       throw Error(world_.rank(), "parameters were frozen or unfrozen differently on rank 0 and rank " +
@@ -333,6 +412,7 @@ void Reducer::adopt(const std::vector<Facts>& all) {
 void Reducer::settle_step() {
   Lock lock(mutex_);
   check_alive();
+  if (delivering_) throw Error(world_.rank(), "step() after delivered gradients; call end_pass() first");
   if (open_) throw Error(world_.rank(), "step() was called inside a backward; call it after backward() has returned");
   failure_ = nullptr;
   untangle();

@@ -41,6 +41,11 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void begin_backward();
   void end_backward(std::exception_ptr failure);
 
+  // A gradient that comes without autograd: from a compiled or hand-written backward, in any dtype and order. Inside a
+  // backward it belongs to that pass; otherwise to one that end_pass() closes.
+  void deliver(const at::Tensor& parameter, const at::Tensor& raw);
+  void end_pass();
+
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
   void settle_step();
@@ -65,7 +70,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   at::Tensor full_gradient(const at::Tensor& parameter);
   // Called with a bucket of a unit when its last expected gradient has come.
   std::function<void(Bucket&)> on_complete;
-  const Sink* sink_of(const at::Tensor& parameter) const;
+  Sink* sink_of(const at::Tensor& parameter);
   Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
   int64_t steps() const { return steps_; }
 
@@ -85,6 +90,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
   void open_pass();
   void untangle();
+  bool follow_rules();
   void launch_ready();
   void settle(Sink& sink, double scale);
   void reduce(Bucket& bucket);
@@ -94,7 +100,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   bool eats() const { return deterministic_ || shards_gradient_; }
   void take(Sink& sink, const at::Tensor& gradient);
   void open_incoming(Bucket& bucket);
-  void make_gradient(Bucket& bucket);
+  void make_gradient(Bucket& bucket, const at::Tensor& old = {});
   void complete_incoming(Bucket& bucket, double scale);
   void reduce_incoming(Bucket& bucket);
   void reduce_tree(Bucket& bucket, const at::Tensor& target);
@@ -140,13 +146,16 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   int no_sync_ = 0;
   int64_t steps_ = 0;
   int64_t passes_ = 0;  // begun since the last step
+  int64_t rules_ = 0;   // digest of the rules that the buckets follow
   bool held_ = false;   // contributions of no_sync passes wait for a reduction
 
   // The open pass.
   bool open_ = false;
   bool synced_ = true;
+  bool delivering_ = false;  // it was opened by deliver()
   int attached_ = 0;  // backwards, ours or the user's, that must end before it closes
   int last_task_ = -1;
+  bool hold_launches_ = false;
   bool eaten_ = false;  // its gradients go to `incoming`
   size_t next_ = 0;     // the next bucket to reduce
   std::deque<Bucket*> in_flight_;

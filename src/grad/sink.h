@@ -30,7 +30,8 @@ struct Sink {
   Slot slot;
   at::Tensor view;  // this parameter's part of its bucket
 
-  int deliveries = 0;  // gradients autograd handed over in this pass
+  int deliveries = 0;  // gradients handed over in this pass
+  int expected = 1;    // in a pass: as many as in the last one
   int unsettled = 0;   // of those, not yet in the bucket
   int taken = 0;       // of those, in the bucket's `incoming`
   bool given = false;  // in this pass, this rank contributed something to `incoming`

@@ -80,6 +80,19 @@ void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double 
   scale_gradients(buckets, coefficient);
 }
 
+bool gradients_are_finite(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where) {
+  at::NoGradGuard no_grad;
+  at::Tensor bad;
+  for (const Bucket& bucket : buckets) {
+    if (!bad.defined()) bad = at::zeros({}, at::device(bucket.sinks[0]->parameter.device()).dtype(at::kFloat));
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
+      bad += at::isfinite(part(bucket.gradient, bucket.kept, run)).logical_not_().any().to(at::kFloat);
+    }
+  }
+  if (sharded) shard.all_reduce(bad).wait(where);
+  return bad.item<float>() == 0.0F;
+}
+
 void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor) {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets) {

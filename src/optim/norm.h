@@ -18,6 +18,9 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
 // Scales all gradients so that a norm of `norm` becomes at most `limit`, as torch's clip_grad_norm_ does.
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit);
 
+// Whether every gradient of these buckets is finite, on every rank of `shard` where they are parts.
+bool gradients_are_finite(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where);
+
 // Scales all gradients.
 void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor);
 

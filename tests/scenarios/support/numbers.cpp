@@ -71,6 +71,70 @@ std::vector<Scenario> number_scenarios() {
       "AnF32GradientOfABf16ParameterRuleNone", [](at::Tensor& weight) { weight.set_grad_dtype(std::nullopt); }, 2,
       1e-2);
 
+  half("AnF32GradientOfABf16ParameterRuleBf16", [](at::Tensor& weight) { weight.set_grad_dtype(at::kBFloat16); }, 1,
+       2e-2);
+  {
+    Scenario scenario{"N1", "TheRuleChangesBetweenSteps",
+                      [] { return std::make_shared<HalfWeight>([](at::Tensor&) {}); },
+                      [](Stage& stage) {
+                        const std::array<std::optional<at::ScalarType>, 4> rules = {at::kFloat, std::nullopt,
+                                                                                    at::kBFloat16, at::kFloat};
+                        for (size_t step = 0; step < rules.size(); ++step) {
+                          stage.all([&] { stage.as<HalfWeight>().part->weight.set_grad_dtype(rules[step]); });
+                          for (int micro = 0; micro < 2; ++micro) {
+                            const auto x = stage.input({5, 3}, 100 * static_cast<int>(step) + micro);
+                            stage.share(stage.as<HalfWeight>().loss(x)).backward();
+                          }
+                          stage.step();
+                          stage.zero_grad();
+                        }
+                      }};
+    scenario.optimizer = SGD{.lr = 0.05};
+    scenario.options.master_weights = false;
+    scenario.tolerance = 2e-2;
+    all.push_back(scenario);
+  }
+  for (const bool twice : {false, true}) {
+    Scenario scenario{"N1", twice ? "RawGradientsDeliveredSeveralTimes" : "RawGradientsDeliveredInAnyOrder",
+                      [] {
+                        return std::make_shared<HalfWeight>(
+                            [](at::Tensor& weight) { weight.set_grad_dtype(at::kFloat); });
+                      },
+                      [twice](Stage& stage) {
+                        const auto parameters = stage.model->parameters();
+                        for (int step = 0; step < 3; ++step) {
+                          for (int i = 0; i < (twice ? 4 : 2); ++i) {
+                            const auto& p = parameters[static_cast<size_t>((i + step + stage.rank) % 2)];
+                            stage.deliver(p, stage.input(p.sizes(), 10 * step + i));
+                          }
+                          stage.end_pass();
+                          // A pass of autograd's beside it, and one that brings raw gradients itself.
+                          stage.share(stage.as<HalfWeight>().loss(stage.input({5, 3}, step))).backward();
+                          stage.step();
+                          stage.zero_grad();
+                        }
+                      }};
+    scenario.optimizer = SGD{.lr = 0.05};
+    scenario.options.master_weights = false;
+    scenario.tolerance = 1e-2;
+    all.push_back(scenario);
+  }
+  {
+    Scenario scenario{"N4", "NotANumberOnOneRankUnderLossScaling", [] { return std::make_shared<Net>(); },
+                      [](Stage& stage) {
+                        for (int step = 0; step < 8; ++step) {
+                          auto x = stage.input({4, 6}, step);
+                          if (step % 3 == 1 && stage.rank == stage.size - 1) x = x / 0.0;
+                          stage.scale(stage.share(stage.as<Net>().loss(x))).backward();
+                          stage.step();
+                          stage.zero_grad();
+                        }
+                      }};
+    scenario.options.loss_scale = LossScale{.initial = 1024, .interval = 2};
+    scenario.options.clip_norm = 0.5;
+    scenario.options.bucket_bytes = 300;
+    all.push_back(scenario);
+  }
   {
     Scenario scenario{"N3", "SeveralDtypesInOneModule",
                       [] {

@@ -131,10 +131,29 @@ void Stage::backward(const at::Tensor& loss, bool retain_graph) {
 
 std::unique_ptr<NoSync> Stage::no_sync() { return reference() ? nullptr : std::make_unique<NoSync>(*engine); }
 
+void Stage::deliver(const at::Tensor& parameter, const at::Tensor& gradient) {
+  if (!reference()) return engine->deliver(parameter, gradient);
+  at::NoGradGuard no_grad;
+  const auto rule = parameter.grad_dtype();
+  const at::Tensor share = (rule ? gradient.to(*rule) : gradient) / size;
+  at::Tensor& mine = parameter.mutable_grad();
+  mine = mine.defined() ? mine + share : share;
+}
+
+void Stage::end_pass() {
+  if (!reference()) engine->end_pass();
+}
+
+at::Tensor Stage::scale(const at::Tensor& loss) const {
+  return reference() ? loss * *reference_scale : engine->scale(loss);
+}
+
 Outcome play_reference(const Scenario& scenario, int ranks) {
   const auto model = build(scenario);
   const auto optimizer = reference_optimizer(scenario, *model);
   Baton baton(ranks);
+  double scale = scenario.options.loss_scale ? scenario.options.loss_scale->initial : 1.0;
+  int64_t good = 0;
   std::vector<std::exception_ptr> thrown(ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -144,7 +163,23 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
       stage.size = ranks;
       stage.model = model;
       stage.baton = &baton;
+      stage.reference_scale = &scale;
       stage.reference_step = [&] {
+        if (const auto& rule = scenario.options.loss_scale) {
+          bool finite = true;
+          for (const auto& p : model->parameters()) {
+            finite = finite && (!p.grad().defined() || at::isfinite(p.grad()).all().item<bool>());
+          }
+          if (!finite) {
+            scale *= rule->backoff;
+            good = 0;
+            return;
+          }
+          for (const auto& p : model->parameters()) {
+            if (p.grad().defined()) p.grad().div_(scale);
+          }
+          if (++good == rule->interval) scale *= rule->growth, good = 0;
+        }
         if (scenario.options.clip_norm) {
           torch::nn::utils::clip_grad_norm_(model->parameters(), *scenario.options.clip_norm);
         }

@@ -42,6 +42,11 @@ class Stage {
   // loss.backward(), counted even when it reaches nothing.
   void backward(const at::Tensor& loss, bool retain_graph = false);
   std::unique_ptr<NoSync> no_sync();
+  // A gradient from a backward that is not autograd's, and the end of that backward.
+  void deliver(const at::Tensor& parameter, const at::Tensor& gradient);
+  void end_pass();
+  // The loss as loss scaling wants it.
+  at::Tensor scale(const at::Tensor& loss) const;
   bool reference() const { return engine == nullptr; }
 
   template <class T>
@@ -52,6 +57,7 @@ class Stage {
   Engine* engine = nullptr;
   Baton* baton = nullptr;
   std::function<void()> reference_step;
+  const double* reference_scale = nullptr;
 };
 
 using Program = std::function<void(Stage&)>;
