@@ -64,7 +64,8 @@ void Sink::settle(double scale) {
 }
 
 bool Sink::must_settle_now() const {
-  return grad_elsewhere() && (grad().layout() != at::kStrided || grad().scalar_type() != view.scalar_type());
+  const at::ScalarType dtype = view.defined() ? view.scalar_type() : rule.bucket;
+  return grad_elsewhere() && (grad().layout() != at::kStrided || grad().scalar_type() != dtype);
 }
 
 void Sink::adopt(bool used) {
