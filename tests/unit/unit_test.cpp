@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <functional>
+#include <thread>
 
 #include "engine/impl.h"
 #include "plumb/plumb.h"
@@ -408,6 +410,33 @@ TEST(Units, UnitsThatOneRankAloneUsesHangNobody) {
       engine.zero_grad();
     }
     EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+TEST(Units, NobodyReadsAShardThatAnotherRankHasNotUpdated) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    Net net;
+    lock.unlock();
+    Options options{.strategy = "zero3"};
+    // Asked in the middle of the update: rank 1 takes its time.
+    options.groups = {{.match = [&](const std::string& name) {
+      if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      return name.ends_with("scale");
+    }, .lr = {}, .weight_decay = {}}};
+    Engine engine(world, net, SGD{.lr = 0.5}, options);
+    std::vector<at::Tensor> before;
+    for (const auto& p : net.parameters()) before.push_back(engine.full_parameter(p));
+    net.forward(torch::ones({1, 6})).sum().backward();
+    std::vector<at::Tensor> gradients;
+    for (const auto& p : net.parameters()) gradients.push_back(engine.full_gradient(p));
+    engine.step();
+    const auto parameters = net.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      EXPECT_TRUE(at::allclose(engine.full_parameter(parameters[i]), before[i] - 0.5 * gradients[i], 1e-5, 1e-6));
+    }
   });
 }
 
