@@ -10,6 +10,8 @@
 // is its module and nothing more. Parameters of no unit stay whole on every rank.
 #pragma once
 
+#include <plumb/world.h>
+
 #include <torch/nn/pimpl.h>
 
 #include <concepts>
@@ -93,6 +95,27 @@ class Unit : public torch::nn::ModuleHolder<typename unit::Contained<M>::type> {
 
  private:
   std::shared_ptr<unit::Door> door_;
+};
+
+// While it lives, on this thread, every unit that is built keeps only this rank's part of its parameters: a model larger
+// than one rank's memory is built unit by unit, with the values that an unsharded model with the same seed has.
+//
+//   torch::manual_seed(1);                 // alike on every rank
+//   plumb::Deferred deferred(world);
+//   Net net;                               // whose plumb::Unit members are cut as they are made
+//   plumb::Engine engine(world, *net, plumb::AdamW{}, {.strategy = "zero3"});
+//
+// A parameter must have its value before its Unit is made; using it between there and the engine is an error.
+class Deferred {
+ public:
+  explicit Deferred(const World& world);
+  ~Deferred();
+  Deferred(const Deferred&) = delete;
+  Deferred& operator=(const Deferred&) = delete;
+
+ private:
+  World world_;
+  const World* before_;
 };
 
 }  // namespace plumb

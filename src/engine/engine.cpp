@@ -10,6 +10,7 @@
 #include "engine/owners.h"
 #include "grad/manifest.h"
 #include "optim/norm.h"
+#include "unit/deferred.h"
 
 namespace plumb {
 namespace {
@@ -124,7 +125,18 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     if (!sharded) specs.clear();
     reducer = std::make_shared<Reducer>(world, parameters, assign(parameters, specs), options);
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
-    broadcast(parameters, where);
+    NamedTensors built;
+    for (const auto& parameter : parameters) {
+      if (!deferred::waits(parameter.second)) built.push_back(parameter);
+    }
+    broadcast(built, where);
+    // A deferred parameter that no unit keeps is whole from here on.
+    const std::vector<int> unit_of = assign(parameters, specs);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor parameter = parameters[i].second;
+      if (unit_of[i] >= 0 || !deferred::waits(parameter)) continue;
+      parameter.set_data(deferred::restore(parameters[i].first, parameter, world, reducer->data()).clone());
+    }
     broadcast(buffers, where);
     reducer->start();
     if (sharded) {

@@ -3,6 +3,7 @@
 #include <unordered_map>
 
 #include "plumb/unit.h"
+#include "unit/deferred.h"
 #include "unit/units.h"
 
 namespace plumb {
@@ -23,11 +24,16 @@ Doors& doors() {
 
 std::shared_ptr<Door> door_of(const std::shared_ptr<torch::nn::Module>& module) {
   if (!module) return nullptr;
-  std::lock_guard lock(doors().mutex);
-  std::erase_if(doors().all, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<Door>& known = doors().all[module.get()];
-  std::shared_ptr<Door> door = known.lock();
-  if (!door) known = door = std::make_shared<Door>();
+  std::shared_ptr<Door> door;
+  {
+    std::lock_guard lock(doors().mutex);
+    std::erase_if(doors().all, [](const auto& entry) { return entry.second.expired(); });
+    std::weak_ptr<Door>& known = doors().all[module.get()];
+    door = known.lock();
+    if (door) return door;
+    known = door = std::make_shared<Door>();
+  }
+  deferred::cut(*module);
   return door;
 }
 

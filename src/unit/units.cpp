@@ -8,7 +8,9 @@
 
 #include "grad/node.h"
 #include "plumb/error.h"
+#include "unit/deferred.h"
 #include "unit/saved.h"
+#include "unit/storage.h"
 
 namespace plumb {
 namespace {
@@ -17,19 +19,6 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 // How many units a backward keeps that it may come back to.
 constexpr size_t kRecent = 2;
-
-template <class Storage>
-void clear_error(Storage& storage) {
-  // From torch 2.13 on.
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) storage.clear_data_ptr_access_error_msg_();
-}
-
-template <class Storage>
-void set_error(Storage& storage, const std::string& message) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  }
-}
 
 }  // namespace
 
@@ -108,7 +97,11 @@ void Units::settle_in(Home& home) {
   bucket.parameter = reducer_.shard().allocate(bucket.held.size(), options);
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(home.whole, sink->slot.offset, sink->parameter);
-    place.copy_(sink->parameter);
+    if (deferred::waits(sink->parameter)) {
+      place.copy_(deferred::restore(sink->name, sink->parameter, reducer_.world(), reducer_.data()));
+    } else {
+      place.copy_(sink->parameter);
+    }
     at::Tensor parameter = sink->parameter;
     parameter.set_data(place);
   }
@@ -125,9 +118,7 @@ void Units::gather(Home& home) {
   at::NoGradGuard no_grad;
   c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<size_t>(home.bucket->numel * home.whole.element_size());
-  clear_error(storage);
-  storage.set_data_ptr_noswap(storage.allocator()->allocate(bytes));
-  storage.set_nbytes(bytes);
+  fill_storage(storage, bytes);
   home.full = true;
   home.complete = false;
   ++gathers_;
@@ -157,10 +148,8 @@ void Units::gather(Home& home) {
 
 void Units::release(Home& home) {
   if (!home.full) return;
-  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
-  storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
-  storage.set_nbytes(size_t{0});
-  set_error(storage, "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
+  empty_storage(*home.whole.storage().unsafeGetStorageImpl(),
+                "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
                          home.bucket->sinks[0]->name +
                          "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
                          "inside engine.gathered({...})");

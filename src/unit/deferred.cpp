@@ -1,0 +1,108 @@
+#include "unit/deferred.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "plumb/error.h"
+#include "plumb/unit.h"
+#include "unit/door.h"
+#include "unit/storage.h"
+
+namespace plumb {
+namespace deferred {
+namespace {
+
+struct Part {
+  at::Tensor mine;     // this rank's elements, padded to the size of everybody's
+  int64_t digest = 0;  // of all elements
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  Weak parameter{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+struct Parts {
+  std::mutex mutex;
+  std::unordered_map<const void*, Part> all;  // by parameter
+};
+
+Parts& parts() {
+  static auto* instance = new Parts;  // never destroyed: parameters may outlive main
+  return *instance;
+}
+
+thread_local const World* building = nullptr;
+
+int64_t digest_of(const at::Tensor& flat) {
+  const at::Tensor bytes = flat.cpu().view(at::kByte);
+  const uint8_t* data = bytes.const_data_ptr<uint8_t>();
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (int64_t i = 0; i < bytes.numel(); ++i) hash = (hash ^ data[i]) * 0x100000001b3u;
+  return static_cast<int64_t>(hash);
+}
+
+void cut_one(const World& world, const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(parts().mutex);
+  std::erase_if(parts().all, [](const auto& entry) { return entry.second.parameter.expired(); });
+  if (parts().all.contains(parameter.unsafeGetTensorImpl())) return;
+  const at::Tensor flat = parameter.detach().contiguous().view(-1);
+  const int64_t part = (flat.numel() + world.size() - 1) / world.size();
+  const int64_t begin = std::min(part * world.rank(), flat.numel());
+  const int64_t end = std::min(begin + part, flat.numel());
+  at::Tensor mine = at::zeros({part}, flat.options());
+  mine.narrow(0, 0, end - begin).copy_(flat.narrow(0, begin, end - begin));
+  parts().all.emplace(parameter.unsafeGetTensorImpl(),
+                      Part{std::move(mine), digest_of(flat), Part::Weak(parameter.getIntrusivePtr())});
+  at::Tensor hollow = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
+  empty_storage(*hollow.storage().unsafeGetStorageImpl(),
+                "plumb: rank " + std::to_string(world.rank()) +
+                    ": a deferred parameter was used before an engine had it; build the plumb::Engine first");
+  at::Tensor target = parameter;
+  target.set_data(hollow);
+}
+
+void cut_own(const World& world, const torch::nn::Module& module) {
+  for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) cut_one(world, parameter);
+  for (const auto& child : module.children()) {
+    if (!unit::find_door(child.get())) cut_own(world, *child);
+  }
+}
+
+}  // namespace
+
+void cut(const torch::nn::Module& module) {
+  if (building != nullptr) cut_own(*building, module);
+}
+
+bool waits(const at::Tensor& parameter) {
+  std::lock_guard lock(parts().mutex);
+  return parts().all.contains(parameter.unsafeGetTensorImpl());
+}
+
+at::Tensor restore(const std::string& name, const at::Tensor& parameter, const World& world, Group& group) {
+  at::NoGradGuard no_grad;
+  Part part;
+  {
+    std::lock_guard lock(parts().mutex);
+    auto node = parts().all.extract(parameter.unsafeGetTensorImpl());
+    part = std::move(node.mapped());
+  }
+  const Where where{Where::Kind::setup, 0, 0, "the deferred parameter '" + name + "'"};
+  for (const auto& other : exchange(world, std::span(&part.digest, 1), where)) {
+    if (other[0] == part.digest) continue;
+    throw Error(world.rank(), "the ranks built different values of the deferred parameter '" + name +
+                                  "'; seed the generator alike on every rank before the model is built");
+  }
+  const at::Tensor all = group.allocate(part.mine.numel() * group.size(), part.mine.options());
+  group.all_gather(all, part.mine).wait(where);
+  return all.narrow(0, 0, parameter.numel()).view(parameter.sizes());
+}
+
+}  // namespace deferred
+
+Deferred::Deferred(const World& world) : world_(world), before_(deferred::building) { deferred::building = &world_; }
+Deferred::~Deferred() { deferred::building = before_; }
+
+}  // namespace plumb
