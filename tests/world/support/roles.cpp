@@ -29,6 +29,7 @@ WorldOptions options() {
   if (const char* timeout = std::getenv("PLUMB_TEST_TIMEOUT_MS")) {
     result.timeout = std::chrono::milliseconds(std::atoi(timeout));
   }
+  if (const char* backend = std::getenv("PLUMB_TEST_BACKEND")) result.backend = backend;
   return result;
 }
 
@@ -111,7 +112,11 @@ void bench(const World& world) {
   const std::vector<int64_t> mine{1, 2, 3, 4};
   at::Tensor small = at::ones({16 << 10});
   at::Tensor large = at::ones({1 << 20});
+  at::Tensor bucket = data_group(world).allocate(150'000, at::kFloat).fill_(0);
+  at::Tensor ordinary = at::zeros({150'000});
   measure("exchange of 4 numbers", 1000, [&] { exchange(world, mine, where); });
+  measure("all_reduce of 600 kB", 500, [&] { data_group(world).all_reduce(bucket).wait(where); });
+  measure("  of ordinary memory", 500, [&] { data_group(world).all_reduce(ordinary).wait(where); });
   measure("all_reduce of 64 KiB", 500, [&] { data_group(world).all_reduce(small).wait(where); });
   measure("all_reduce of 4 MiB", 100, [&] { data_group(world).all_reduce(large).wait(where); });
 }
