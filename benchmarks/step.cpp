@@ -224,8 +224,9 @@ Settings parse(int argc, char** argv) {
       std::istringstream names(value);
       for (std::string name; std::getline(names, name, ',');) settings.variants.push_back(name);
     } else {
-      throw plumb::Error("option '" + key +
-                         "' is unknown; there are --model, --device, --backend, --variants, --rounds, --steps and --warmup");
+      throw plumb::Error(
+          "option '" + key +
+          "' is unknown; there are --model, --device, --backend, --variants, --rounds, --steps and --warmup");
     }
   }
   if (settings.model != "gpt" && settings.model != "tiny") {
@@ -246,8 +247,9 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
   std::ostringstream out;
   out << "{\"language\": \"c++\", \"torch\": \"" << TORCH_VERSION << "\", \"rank\": " << world.rank()
       << ", \"world\": " << world.size() << ", \"model\": \"" << settings.model << "\", \"device\": \""
-      << settings.device << "\", \"backend\": \"" << world.backend() << "\", \"tensors\": " << parameters.size() << ", \"parameters\": " << numel
-      << ", \"peak_mib\": " << peak_mib << ", \"device_peak_mib\": " << device_peak_mib << ", \"variants\": [";
+      << settings.device << "\", \"backend\": \"" << world.backend() << "\", \"tensors\": " << parameters.size()
+      << ", \"parameters\": " << numel << ", \"peak_mib\": " << peak_mib << ", \"device_peak_mib\": " << device_peak_mib
+      << ", \"variants\": [";
   for (const Variant& variant : variants) {
     out << (&variant == variants.data() ? "" : ", ") << "{\"name\": \"" << variant.name
         << "\", \"loss\": " << variant.model.loss(0).item<double>() << ", \"rounds\": [";

@@ -249,8 +249,8 @@ World World::join(const WorldOptions& options) {
         data = gloo.back();
       }
       if (nccl) {
-        data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size,
-                         place.local_rank, timeout);
+        data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
+                         timeout);
       }
       return Impl::Pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
     };

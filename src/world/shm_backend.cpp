@@ -19,7 +19,6 @@ class ShmBackend final : public c10d::Backend {
   ~ShmBackend() override { ring_->close(); }
 
   const std::string getBackendName() const override { return "shm"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -165,7 +164,7 @@ class ShmBackend final : public c10d::Backend {
 
   const std::shared_ptr<ShmHeap> heap_;
   const std::shared_ptr<ShmRing> ring_;
-  std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds timeout_;
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
@@ -28,7 +29,7 @@ namespace plumb {
 namespace {
 
 constexpr int64_t page = 4096;
-constexpr int64_t idle_limit = 64 << 20;     // of borrowed blocks that came back
+constexpr int64_t idle_limit = 64 << 20;      // of borrowed blocks that came back
 constexpr int64_t all_segments = 32LL << 40;  // of address space, in one process
 
 int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
@@ -67,7 +68,7 @@ ShmHeap::Segment::~Segment() {
 ShmHeap::ShmHeap(int rank, int size) : rank_(rank), size_(size), segments_(size), pids_(size), pidfds_(size, -1) {
   cpu_set_t cores;
   const bool enough = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= size;
-  patience_ = std::chrono::microseconds(enough ? 60 : 2);
+  patience_ = std::chrono::microseconds(enough ? 100 : 2);
 }
 
 ShmHeap::~ShmHeap() {
@@ -80,12 +81,18 @@ ShmHeap::~ShmHeap() {
 std::string ShmHeap::make_own() {
   struct sysinfo machine{};
   if (sysinfo(&machine) != 0) return {};
-  const int64_t memory = static_cast<int64_t>(machine.totalram) * machine.mem_unit;
+  int64_t memory = static_cast<int64_t>(machine.totalram) * machine.mem_unit;
+  rlimit files{};  // a file beyond this limit is answered with a signal
+  if (getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(memory)) {
+    memory = static_cast<int64_t>(files.rlim_cur);
+  }
   auto own = std::make_shared<Segment>();
-  const int64_t bytes = round_up(std::min(memory, all_segments / size_), page);
+  const int64_t bytes = std::min(memory, all_segments / size_) / page * page;
   own->fd = memfd_create("plumb", MFD_CLOEXEC);
   if (own->fd < 0 || ftruncate(own->fd, bytes) != 0) return {};
   const int64_t head = round_up(sizeof(Header), page);
+  errno = ENOSPC;
+  if (bytes <= head) return {};
   if (fallocate(own->fd, 0, 0, head) != 0) return {};
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, own->fd, 0);
   if (base == MAP_FAILED) return {};
@@ -286,7 +293,8 @@ void ShmHeap::sweep() {
 }
 
 bool ShmHeap::doze(std::atomic<uint32_t>& bell, uint32_t heard, std::chrono::nanoseconds limit) {
-  const timespec time{static_cast<time_t>(limit.count() / 1'000'000'000), static_cast<long>(limit.count() % 1'000'000'000)};
+  const timespec time{static_cast<time_t>(limit.count() / 1'000'000'000),
+                      static_cast<long>(limit.count() % 1'000'000'000)};
   return syscall(SYS_futex, &bell, FUTEX_WAIT, heard, &time, nullptr, 0) == 0 || errno != ETIMEDOUT;
 }
 

@@ -112,9 +112,9 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   std::vector<int> pidfds_;                         // by rank; -1: none
 
   mutable std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;                // offset to bytes, merged
-  std::multimap<int64_t, int64_t> lent_back_;      // bytes to offset: borrowed blocks that came back
-  int64_t idle_ = 0;                               // bytes of lent_back_
+  std::map<int64_t, int64_t> free_;            // offset to bytes, merged
+  std::multimap<int64_t, int64_t> lent_back_;  // bytes to offset: borrowed blocks that came back
+  int64_t idle_ = 0;                           // bytes of lent_back_
   std::vector<std::weak_ptr<ShmRing>> rings_;
   std::vector<Closing> closing_;
 };

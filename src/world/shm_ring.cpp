@@ -43,8 +43,8 @@ c10::intrusive_ptr<c10d::Work> ShmRing::issue(ShmCall call, std::chrono::millise
   active->parts = what.verb == ShmCall::Verb::reduce_scatter ? size_ : 1;
   const int64_t bytes = what.numel * active->item * active->parts;
   active->small = bytes <= small_bytes;
-  const int64_t step = in_one ? std::max<int64_t>(what.numel, 1)
-                              : std::max<int64_t>(piece_bytes / (active->item * active->parts), 1);
+  const int64_t step =
+      in_one ? std::max<int64_t>(what.numel, 1) : std::max<int64_t>(piece_bytes / (active->item * active->parts), 1);
   const int64_t unit = unit_bytes / active->item;
   const bool claimed = what.verb == ShmCall::Verb::all_reduce && !active->small;
 
@@ -158,7 +158,7 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   if (call.verb == Verb::barrier || (call.verb == Verb::broadcast && rank_ != call.root)) return;
 
   const char* source = static_cast<const char*>(call.input.const_data_ptr());
-  const int64_t whole = call.numel * active.item;  // one part of the call
+  const int64_t whole = call.numel * active.item;   // one part of the call
   const int64_t bytes = piece.count * active.item;  // one part of the piece
   const int64_t splits = call.verb == Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
   const int64_t offset = heap_->offset_of(source);

@@ -76,7 +76,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
     int64_t parts;   // of the input: as many as ranks for reduce-scatter, else 1
     int64_t stride;  // bytes from part to part
     Place place;
-    int64_t offset;  // in the heap
+    int64_t offset;                             // in the heap
     alignas(64) std::atomic<uint32_t> claimed;  // rank 0's slot counts for all: units taken
     std::atomic<uint32_t> done;                 // and units done
     alignas(64) char bytes[payload];
@@ -99,9 +99,9 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
     std::shared_ptr<Active> active;
     int64_t begin = 0;  // elements, of each part
     int64_t count = 0;
-    uint32_t units = 0;      // 0: pulled
-    bool exposed = false;    // the others read the tensor itself
-    bool complete = false;   // for this rank
+    uint32_t units = 0;     // 0: pulled
+    bool exposed = false;   // the others read the tensor itself
+    bool complete = false;  // for this rank
     ShmHeap::Block staged{};
   };
   enum : int64_t { piece_bytes = 4 << 20, unit_bytes = 64 << 10, small_bytes = 16 << 10, staged_limit = 32 << 20 };
@@ -140,16 +140,16 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   ShmHeap::Block own_;
   std::vector<Mailbox*> mailboxes_;
 
-  std::mutex mutex_;             // guards the rest
-  std::deque<Piece> pieces_;     // issued and not released; front is number released_
-  uint64_t released_ = 0;        // pieces before it are over on every rank
-  uint64_t retired_ = 0;         // … are over here
-  uint64_t worked_ = 0;          // … have their work done here, perhaps not elsewhere
-  uint64_t published_ = 0;       // … have been arrived at here
-  uint64_t issued_ = 0;          // … were asked for
+  std::mutex mutex_;                    // guards the rest
+  std::deque<Piece> pieces_;            // issued and not released; front is number released_
+  uint64_t released_ = 0;               // pieces before it are over on every rank
+  uint64_t retired_ = 0;                // … are over here
+  uint64_t worked_ = 0;                 // … have their work done here, perhaps not elsewhere
+  uint64_t published_ = 0;              // … have been arrived at here
+  uint64_t issued_ = 0;                 // … were asked for
   std::vector<uint64_t> arrived_seen_;  // by rank: what its mailbox said last
   std::vector<uint64_t> retired_seen_;
-  int64_t staged_ = 0;           // bytes of staged copies
+  int64_t staged_ = 0;  // bytes of staged copies
   std::exception_ptr failure_;
 };
 

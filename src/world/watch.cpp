@@ -237,7 +237,8 @@ void Watch::mourn(const std::vector<int>& dead, const Where& where) {
   for (const int r : dead) {
     const auto state = heard ? (*heard)[r].report.state : Report::State::running;
     if (state == Report::State::failed || state == Report::State::left) continue;
-    silent += (silent.empty() ? "rank " : "; rank ") + std::to_string(r) + " is gone: its process was killed or crashed";
+    silent +=
+        (silent.empty() ? "rank " : "; rank ") + std::to_string(r) + " is gone: its process was killed or crashed";
   }
   if (!silent.empty()) raise(silent + "; this rank was in " + describe(where), where);
   for (const int r : dead) {
@@ -272,7 +273,8 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
   for (int r = 0; r < size_ && missing.empty() && board_->beats(); ++r) {
     const auto silent = Clock::now() - (*heard)[r].changed;
     if (r == rank_ || silent < silence) continue;
-    missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) + " ago: it is stopped or hangs";
+    missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) +
+              " ago: it is stopped or hangs";
   }
   if (missing.empty()) missing = "every rank came, but the data did not; check the network, or raise the time-out";
   raise(message + ": " + missing + tail, where);
