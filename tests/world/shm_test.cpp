@@ -144,18 +144,80 @@ TEST(Shm, SeveralThreadsOfARankMayWaitAtOnce) {
 }
 
 TEST(Shm, MoreCollectivesThanTheRingHasSlotsMayBeUnderWay) {
-  expect_all_well(on_threads(2, [](int rank, ShmHeap&, const Groups& make) {
+  std::atomic<bool> issued{false};
+  expect_all_well(on_threads(2, [&](int rank, ShmHeap&, const Groups& make) {
     const Backend group = make(0);
     std::vector<at::Tensor> tensors;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    while (rank == 1 && !issued) std::this_thread::yield();  // until rank 0 would have gone round the ring
     for (int i = 0; i < 500; ++i) {
       tensors.push_back(at::full({i % 2 == 0 ? 3 : 10'000}, rank + i));
       works.push_back(all_reduce(group, tensors.back()));
     }
+    issued = true;
     for (int i = 499; i >= 0; --i) {
       works[i]->wait(milliseconds(60'000));
       if (tensors[i][2].item<int64_t>() != 2 * i + 1) throw Error(rank, "a wrong sum");
     }
+  }));
+}
+
+TEST(Shm, ATensorThatOthersStillReadIsNotItsRanksYet) {
+  std::atomic<int> stage{0};
+  expect_all_well(on_threads(2, [&](int rank, ShmHeap&, const Groups& make) {
+    const Backend group = make(0);
+    at::Tensor shard = group->allocateTensor(100'000, at::kFloat).fill_(rank);
+    at::Tensor full = at::empty({200'000});
+    while (rank == 0 && stage < 1) std::this_thread::yield();
+    const auto work = group->_allgather_base(full, shard);
+    if (rank == 1) {
+      stage = 1;
+      while (stage < 2) std::this_thread::yield();  // has arrived, and read nothing yet
+    } else {
+      EXPECT_FALSE(work->isCompleted());
+      stage = 2;
+    }
+    work->wait(milliseconds(20'000));
+    shard.fill_(9);
+    if (full.sum().item<float>() != 100'000) throw Error(rank, "saw a tensor that was written again");
+  }));
+}
+
+TEST(Shm, ACopyIsNotWaitedFor) {
+  std::atomic<int> stage{0};
+  expect_all_well(on_threads(2, [&](int rank, ShmHeap&, const Groups& make) {
+    const Backend group = make(0);
+    const at::Tensor tensor = group->allocateTensor(4, at::kFloat).fill_(rank + 1);
+    while (rank == 0 && stage < 1) std::this_thread::yield();
+    const auto work = all_reduce(group, tensor);
+    if (rank == 1) {
+      stage = 1;
+      while (stage < 2) std::this_thread::yield();
+    } else {
+      EXPECT_TRUE(work->isCompleted());
+      stage = 2;
+    }
+    work->wait(milliseconds(20'000));
+    EXPECT_EQ(tensor[3].item<float>(), 3);
+  }));
+}
+
+TEST(Shm, ARankThatWaitsDoesTheShareOfOneThatComputes) {
+  std::atomic<int> stage{0};
+  expect_all_well(on_threads(2, [&](int rank, ShmHeap&, const Groups& make) {
+    const Backend group = make(0);
+    const at::Tensor tensor = group->allocateTensor(3'000'000, at::kFloat).fill_(rank + 1);
+    while (rank == 0 && stage < 1) std::this_thread::yield();
+    const auto work = all_reduce(group, tensor);
+    if (rank == 1) {
+      stage = 1;
+      while (stage < 2) std::this_thread::yield();
+    } else {
+      work->wait(milliseconds(20'000));
+      stage = 2;
+    }
+    work->wait(milliseconds(20'000));
+    if (!tensor.eq(3).all().item<bool>()) throw Error(rank, "a wrong sum");
   }));
 }
 
@@ -273,12 +335,12 @@ TEST(Shm, TensorsGiveTheirMemoryBack) {
     std::mt19937 random(7);
     std::vector<at::Tensor> held(16);
     for (int i = 0; i < 100; ++i)
-      held[random() % 16] = group->allocateTensor(1 + random() % 300'000, at::kFloat).fill_(1);
+      held[random() % 16] = group->allocateTensor(1 + random() % 50'000, at::kFloat).fill_(1);
     for (auto& tensor : held) tensor.reset();
     const int64_t before = resident_shared_kib();
     const int64_t maps = mappings();
     for (int i = 0; i < 10'000 / slowness; ++i) {
-      held[random() % 16] = group->allocateTensor(1 + random() % 300'000, at::kFloat).fill_(1);
+      held[random() % 16] = group->allocateTensor(1 + random() % 50'000, at::kFloat).fill_(1);
     }
     EXPECT_GT(resident_shared_kib(), before + 100);
     for (auto& tensor : held) tensor.reset();
