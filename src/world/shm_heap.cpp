@@ -248,7 +248,7 @@ void ShmHeap::give_back(Block block) {
 
 void ShmHeap::enlist(const std::shared_ptr<ShmRing>& ring) {
   sweep();
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(rings_mutex_);
   std::erase_if(rings_, [](const auto& weak) { return weak.expired(); });
   rings_.push_back(ring);
 }
@@ -257,7 +257,7 @@ void ShmHeap::advance_all() {
   for (size_t i = 0;; ++i) {
     std::shared_ptr<ShmRing> ring;
     {
-      std::lock_guard lock(mutex_);
+      std::lock_guard lock(rings_mutex_);
       if (i >= rings_.size()) return;
       ring = rings_[i].lock();
     }
@@ -267,7 +267,7 @@ void ShmHeap::advance_all() {
 
 void ShmHeap::close(int64_t serial, std::vector<Block> blocks, std::vector<at::Tensor> tensors) {
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(rings_mutex_);
     closing_.push_back({serial, std::move(blocks), std::move(tensors)});
   }
   if (serial < serials) header(rank_).closed[serial].store(true);
@@ -277,7 +277,7 @@ void ShmHeap::close(int64_t serial, std::vector<Block> blocks, std::vector<at::T
 void ShmHeap::sweep() {
   std::vector<Closing> over;
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(rings_mutex_);
     std::erase_if(closing_, [&](Closing& one) {
       if (one.serial >= serials) return false;
       for (int r = 0; r < size_; ++r) {

@@ -111,10 +111,12 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   std::vector<int> pids_;                           // by rank; 0: this process
   std::vector<int> pidfds_;                         // by rank; -1: none
 
-  mutable std::mutex mutex_;
+  std::mutex mutex_;                           // guards the memory
   std::map<int64_t, int64_t> free_;            // offset to bytes, merged
   std::multimap<int64_t, int64_t> lent_back_;  // bytes to offset: borrowed blocks that came back
   int64_t idle_ = 0;                           // bytes of lent_back_
+
+  std::mutex rings_mutex_;  // guards the rest; one of its own, since filling pages takes time
   std::vector<std::weak_ptr<ShmRing>> rings_;
   std::vector<Closing> closing_;
 };
