@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs step.cpp's program and torch_ddp.py side by side; prints one table and writes all samples as JSON.
 
-    make bench                          1 and 2 ranks on this CPU, one thread each
+    make bench                          1 and 2 ranks on this CPU, one thread each; 2 over shared memory and over gloo
     make bench ARGS="--device cuda"     1 rank on a GPU
     make bench ARGS=--quick             does it run at all; the figures mean nothing
 
@@ -62,9 +62,22 @@ def run_ranks(command, ranks):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def command_of(language, args, model, variants, rounds, steps, warmup):
-    program = [str(args.bin / "bench_step")] if language == "c++" else [sys.executable, str(HERE / "torch_ddp.py")]
+def sides_of(args, ranks):
+    """What is run beside each other: its name, its backend (empty: the program's choice), its variants."""
+    if ranks == 1 or args.device == "cuda":
+        return {language: ("", variants) for language, variants in VARIANTS.items()}
+    return {
+        "c++, shm": ("shm", VARIANTS["c++"]),
+        "c++, gloo": ("gloo", ["plain-fused", "plumb"]),
+        "python, gloo": ("", VARIANTS["python"]),
+    }
+
+
+def command_of(side, backend, args, model, variants, rounds, steps, warmup):
+    cpp = side.startswith("c++")
+    program = [str(args.bin / "bench_step")] if cpp else [sys.executable, str(HERE / "torch_ddp.py")]
     options = {"model": model, "device": args.device, "variants": ",".join(variants)}
+    options |= {"backend": backend} if backend else {}
     options |= {"rounds": rounds, "steps": steps, "warmup": warmup}
     return program + [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
@@ -85,49 +98,50 @@ def compare(results, variant, against):
 
 
 def measure(args, model, ranks):
-    results = {language: [] for language in VARIANTS}
+    sides = sides_of(args, ranks)
+    results = {side: [] for side in sides}
     for number in range(args.passes):
-        for language, variants in VARIANTS.items():
-            say(f"{model}, {ranks} rank(s), {args.device}: {language}, pass {number + 1} of {args.passes}")
-            command = command_of(language, args, model, variants, args.rounds, args.steps, args.warmup)
-            results[language] += run_ranks(command, ranks)
+        for side, (backend, variants) in sides.items():
+            say(f"{model}, {ranks} rank(s), {args.device}: {side}, pass {number + 1} of {args.passes}")
+            command = command_of(side, backend, args, model, variants, args.rounds, args.steps, args.warmup)
+            results[side] += run_ranks(command, ranks)
     sizes = {(r["tensors"], r["parameters"]) for rs in results.values() for r in rs}
     if len(sizes) != 1:
         sys.exit(f"bench: the two languages train different models: (tensors, parameters) are {sizes}")
 
     rows = []
-    for language, variants in VARIANTS.items():
+    for side, (backend, variants) in sides.items():
         memory = {}
         if args.memory:
-            say(f"{model}, {ranks} rank(s), {args.device}: {language}, memory")
+            say(f"{model}, {ranks} rank(s), {args.device}: {side}, memory")
             for variant in variants:
-                memory[variant] = run_ranks(command_of(language, args, model, [variant], 1, 10, 2), ranks)
-            check_same_work(language, model, ranks, memory)
+                memory[variant] = run_ranks(command_of(side, backend, args, model, [variant], 1, 10, 2), ranks)
+            check_same_work(side, model, ranks, memory)
         for variant in variants:
-            row = {"language": language, "model": model, "ranks": ranks, "device": args.device, "variant": variant}
-            row |= compare(results[language], variant, baseline(variant))
+            row = {"side": side, "model": model, "ranks": ranks, "device": args.device, "variant": variant}
+            row |= compare(results[side], variant, baseline(variant))
             for key in ("peak_mib", "device_peak_mib"):
                 row[key] = max(r[key] for r in memory[variant]) if memory else None
             rows.append(row)
-    ledger = compare(results["c++"], "plumb", "plumb-noledger")
+    ledger = compare(next(iter(results.values())), "plumb", "plumb-noledger")
     tensors, parameters = sizes.pop()
     return {
         "model": model,
         "ranks": ranks,
         "tensors": tensors,
         "parameters": parameters,
-        "torch": {language: rs[0]["torch"] for language, rs in results.items()},
+        "torch": {side: rs[0]["torch"] for side, rs in results.items()},
         "rows": rows,
         "ledger": ledger,
         "samples": results,
     }
 
 
-def check_same_work(language, model, ranks, memory):
+def check_same_work(side, model, ranks, memory):
     """On one rank every variant of a language trains the same model on the same batches: so are the losses."""
     losses = {variant: results[0]["variants"][0]["loss"] for variant, results in memory.items()}
     if ranks == 1 and max(losses.values()) - min(losses.values()) > 1e-3 * abs(losses["plain"]):
-        sys.exit(f"bench: {language}, {model}: the variants do not do the same work; their losses are {losses}")
+        sys.exit(f"bench: {side}, {model}: the variants do not do the same work; their losses are {losses}")
 
 
 def print_table(measured, device):
@@ -136,7 +150,7 @@ def print_table(measured, device):
         cells[0].append("MiB on the GPU")
     for part in measured:
         for r in part["rows"]:
-            line = [r["model"], r["ranks"], r["language"], r["variant"], f"{r['ms']:.3f}", f"{r['ratio']:.3f}"]
+            line = [r["model"], r["ranks"], r["side"], r["variant"], f"{r['ms']:.3f}", f"{r['ratio']:.3f}"]
             line += [f"{r['low']:.3f}–{r['high']:.3f}", r["against"]]
             line += ["–" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"]
             if device == "cuda":
@@ -191,7 +205,7 @@ def main():
     ranks = [int(n) for n in (args.ranks or ("1" if args.device == "cuda" else "1,2")).split(",")]
     measured = [measure(args, model, n) for model in args.models.split(",") for n in ranks]
 
-    torch = measured[0]["torch"]["python"]
+    torch = list(measured[0]["torch"].values())[-1]
     print(f"\n{processor()}, {cores} cores, load {load:.1f} at the start; torch {torch}; {args.device}; ", end="")
     print(f"{args.passes * args.rounds * args.steps} timed steps per variant and rank\n")
     print_table(measured, args.device)

@@ -3,7 +3,7 @@
 // One process is one rank, by the environment of torchrun; benchmarks/run.py starts the ranks and reads the one line of
 // JSON that each prints:
 //
-//   bench_step --model gpt|tiny --device cpu|cuda --variants plain,plain-fused,plumb,plumb-noledger
+//   bench_step --model gpt|tiny --device cpu|cuda --backend shm|gloo|nccl --variants plain,plain-fused,plumb,plumb-noledger
 //              --rounds N --steps N --warmup N
 //
 // plain steps neither communicate nor wait for the other ranks, but those run at the same time.
@@ -34,7 +34,7 @@ constexpr int64_t kUntimed = 2;  // steps at the start of a block: they find the
 constexpr plumb::AdamW kAdamW{.lr = 3e-4};
 
 struct Settings {
-  std::string model = "gpt", device = "cpu";
+  std::string model = "gpt", device = "cpu", backend;
   std::vector<std::string> variants = {"plain", "plain-fused", "plumb", "plumb-noledger"};
   int64_t rounds = 20, steps = 10, warmup = 10;
 };
@@ -211,6 +211,8 @@ Settings parse(int argc, char** argv) {
       settings.model = value;
     } else if (key == "--device") {
       settings.device = value;
+    } else if (key == "--backend") {
+      settings.backend = value;
     } else if (key == "--rounds") {
       settings.rounds = std::stoll(value);
     } else if (key == "--steps") {
@@ -222,8 +224,9 @@ Settings parse(int argc, char** argv) {
       std::istringstream names(value);
       for (std::string name; std::getline(names, name, ',');) settings.variants.push_back(name);
     } else {
-      throw plumb::Error("option '" + key +
-                         "' is unknown; there are --model, --device, --variants, --rounds, --steps and --warmup");
+      throw plumb::Error(
+          "option '" + key +
+          "' is unknown; there are --model, --device, --backend, --variants, --rounds, --steps and --warmup");
     }
   }
   if (settings.model != "gpt" && settings.model != "tiny") {
@@ -244,8 +247,9 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
   std::ostringstream out;
   out << "{\"language\": \"c++\", \"torch\": \"" << TORCH_VERSION << "\", \"rank\": " << world.rank()
       << ", \"world\": " << world.size() << ", \"model\": \"" << settings.model << "\", \"device\": \""
-      << settings.device << "\", \"tensors\": " << parameters.size() << ", \"parameters\": " << numel
-      << ", \"peak_mib\": " << peak_mib << ", \"device_peak_mib\": " << device_peak_mib << ", \"variants\": [";
+      << settings.device << "\", \"backend\": \"" << world.backend() << "\", \"tensors\": " << parameters.size()
+      << ", \"parameters\": " << numel << ", \"peak_mib\": " << peak_mib << ", \"device_peak_mib\": " << device_peak_mib
+      << ", \"variants\": [";
   for (const Variant& variant : variants) {
     out << (&variant == variants.data() ? "" : ", ") << "{\"name\": \"" << variant.name
         << "\", \"loss\": " << variant.model.loss(0).item<double>() << ", \"rounds\": [";
@@ -261,7 +265,7 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
 
 void run(const Settings& settings) {
   at::set_num_threads(1);
-  const plumb::World world = plumb::World::join({.device = settings.device});
+  const plumb::World world = plumb::World::join({.backend = settings.backend, .device = settings.device});
   bring_up(settings);
   world.barrier();
   const int64_t start_kib = status_kib("VmRSS:");

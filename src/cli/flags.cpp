@@ -10,7 +10,7 @@ std::vector<Flag> flags(Settings& s) {
   return {
       {"ranks", "World", "N", "start N ranks on this machine", &s.ranks},
       {"strategy", "World", "NAME", "where parameters, gradients and state live: ddp", &s.strategy},
-      {"backend", "World", "NAME", "gloo, nccl, or local (ranks are threads)", &s.backend},
+      {"backend", "World", "NAME", "shm, gloo, nccl, or local (ranks are threads)", &s.backend},
       {"device", "World", "NAME", "cpu or cuda", &s.device},
       {"timeout", "World", "SECONDS", "how long a rank may keep the others waiting", &s.timeout},
       {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},

@@ -52,7 +52,7 @@ void check(const Settings& s) {
   std::vector<std::string> names;
   for (const auto& row : strategies()) names.push_back(row.name);
   one_of("strategy", s.strategy, names);
-  if (!s.backend.empty()) one_of("backend", s.backend, {"gloo", "nccl", "local"});
+  if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "gloo", "nccl", "local"});
   one_of("device", s.device, {"cpu", "cuda"});
   one_of("model", s.model, {"gpt"});
   one_of("dtype", s.dtype, {"f32", "bf16"});

@@ -20,7 +20,7 @@ struct Settings {
   // world
   int64_t ranks = 0;  // 0: the launcher's world when there is one, otherwise 1
   std::string strategy = "ddp";
-  std::string backend;  // empty: nccl with cuda, gloo otherwise
+  std::string backend;  // empty: nccl with cuda, shm on one machine, gloo otherwise
   std::string device = "cpu";
   double timeout = 60.0;  // seconds
   double bucket_mb = 4.0;

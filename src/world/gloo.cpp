@@ -8,7 +8,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include <csignal>
 #include <cstdlib>
 #include <sstream>
 
@@ -23,18 +22,12 @@ static_assert(sizeof(c10d::ProcessGroupGloo) == 488 && sizeof(c10d::ProcessGroup
               "ProcessGroupGloo is not laid out as in torch 2.13: the gloo stand-ins no longer fit");
 #endif
 
-void ignore_broken_pipes() {
-  struct sigaction now{};
-  if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
-}
-
 }  // namespace
 
 std::vector<c10::intrusive_ptr<c10d::Backend>> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                          int size, std::chrono::milliseconds timeout,
                                                          const std::string& address, int count) {
   using c10d::ProcessGroupGloo;
-  ignore_broken_pipes();
   std::vector<std::shared_ptr<gloo::transport::Device>> devices;
   if (const char* names = std::getenv("GLOO_SOCKET_IFNAME"); names && *names) {
     std::istringstream list(names);

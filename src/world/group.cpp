@@ -106,7 +106,8 @@ Group::Impl::~Impl() {
     const auto work = weak.lock();
     busy = busy || (work && !work->isCompleted());
   }
-  if (busy && backend && backend->getBackendName() != "local") (void)backend.release();
+  const std::string name = backend ? backend->getBackendName() : "local";
+  if (busy && name != "local" && name != "shm") (void)backend.release();
 }
 
 std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
@@ -116,7 +117,8 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
   group->rank = backend->getRank();
   group->size = backend->getSize();
   group->native_reduce_scatter = name != "gloo";
-  group->any_dtype = name == "local";
+  group->any_dtype = name == "local" || name == "shm";
+  group->host_memory = name == "shm";
   group->backend = std::move(backend);
   group->watch = std::move(watch);
   group->index = index;
@@ -202,7 +204,7 @@ Pending Group::barrier() {
 
 at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
   const auto device = options.device();
-  if (impl_->backend && !device.is_cpu() && impl_->backend->supportsTensorAlloc(device.index())) {
+  if (impl_->backend && device.is_cpu() == impl_->host_memory && impl_->backend->supportsTensorAlloc(device.index())) {
     return impl_->backend->allocateTensor(numel, options);
   }
   return at::empty({numel}, options);

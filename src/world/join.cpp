@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <future>
 #include <thread>
@@ -18,6 +19,7 @@
 #include "world/environment.h"
 #include "world/gloo.h"
 #include "world/nccl.h"
+#include "world/shm_ring.h"
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -76,6 +78,12 @@ std::string choose_address(c10d::Store& store, const Place& place) {
 // that is still logged, 2 for errors and 3 for none.
 void hush_c10d(int level) {
   if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = level;
+}
+
+// As Python does: the death of a peer would otherwise kill this process without a word.
+void ignore_broken_pipes() {
+  struct sigaction now{};
+  if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
 // Whether anybody takes connections there.
@@ -138,25 +146,50 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds l
   }
 }
 
-std::string choose_backend(const WorldOptions& options, int rank) {
+// What this rank asks for; empty leaves the choice to the place: shm on one machine, gloo otherwise.
+std::string asked_backend(const WorldOptions& options, int rank) {
   if (options.device != "cpu" && options.device != "cuda") {
     throw Error(rank, "device '" + options.device + "' is unknown; there are 'cpu' and 'cuda'");
   }
   if (options.timeout.count() <= 0) {
     throw Error(rank, "a time-out of " + std::to_string(options.timeout.count()) + " ms; it must be positive");
   }
-  const std::string name = options.backend.empty() ? (options.device == "cuda" ? "nccl" : "gloo") : options.backend;
+  if (options.backend.empty()) return options.device == "cuda" ? "nccl" : "";
+  const std::string& name = options.backend;
   if (name == "local") {
     throw Error(rank,
                 "backend 'local' is for ranks that are threads of one process (plumb::run_local); processes "
-                "join by 'gloo' or 'nccl'");
+                "join by 'shm', 'gloo' or 'nccl'");
   }
-  if (name != "gloo" && name != "nccl") {
-    throw Error(rank, "backend '" + name + "' is unknown; there are 'gloo' and 'nccl'");
+  if (name != "shm" && name != "gloo" && name != "nccl") {
+    throw Error(rank, "backend '" + name + "' is unknown; there are 'shm', 'gloo' and 'nccl'");
+  }
+  if (name == "shm" && options.device != "cpu") {
+    throw Error(rank, "backend 'shm' carries gradients on 'cpu', and the device is '" + options.device +
+                          "'; choose nccl, or that device");
   }
   if (name == "nccl" && options.device == "cpu") {
     throw Error(rank,
                 "backend 'nccl' carries gradients on 'cuda', and the device is 'cpu'; choose gloo, or that device");
+  }
+  return name;
+}
+
+// One name for all: who left it open takes what another asked for. Empty when nobody asked.
+std::string agree_on_backend(c10d::Store& store, const Place& place, const std::string& asked) {
+  store.set("asks/" + std::to_string(place.rank), asked + ".");
+  std::string name;
+  int by = 0;
+  for (int r = 0; r < place.size; ++r) {
+    std::string its = store.get_to_str("asks/" + std::to_string(r));
+    its.pop_back();
+    if (its.empty() || its == name) continue;
+    if (!name.empty()) {
+      throw Error(place.rank, "rank " + std::to_string(by) + " asked for backend '" + name + "' and rank " +
+                                  std::to_string(r) + " for '" + its + "'; every rank must ask for the same");
+    }
+    name = its;
+    by = r;
   }
   return name;
 }
@@ -172,9 +205,11 @@ World World::join(const WorldOptions& options) {
   impl->size = place.size;
   impl->local_rank = place.local_rank;
   impl->timeout = options.timeout;
-  impl->backend = choose_backend(options, place.rank);
+  const std::string asked = asked_backend(options, place.rank);
+  impl->backend = asked.empty() ? "shm" : asked;
   if (place.size == 1) return World(std::move(impl));
 
+  ignore_broken_pipes();
   hush_c10d(3);
   const milliseconds limit = std::min(options.timeout, rendezvous_limit);
   const std::string prefix = "plumb/" + place.attempt + "/" + std::to_string(joins++);
@@ -190,15 +225,34 @@ World World::join(const WorldOptions& options) {
     impl->watch =
         std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
                                 make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
-    const std::string address = choose_address(*impl->store, place);
+    const std::string agreed = agree_on_backend(*impl->store, place, asked);
+    std::shared_ptr<ShmHeap> heap;  // where the host's messages travel too when the gradients are on a device
+    std::string why_not;
+    if (agreed != "gloo") heap = ShmHeap::meet(*impl->store, place.rank, place.size, why_not);
+    if (!heap && agreed == "shm") {
+      throw Error(place.rank, "backend 'shm' is for processes that share a machine's memory, and " + why_not +
+                                  "; choose 'gloo', or none to have it chosen");
+    }
+    impl->backend = agreed.empty() ? (heap ? "shm" : "gloo") : agreed;
+    const std::string address = heap ? "" : choose_address(*impl->store, place);
     impl->another = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
                      store = impl->store](int number) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
-      const auto gloo = make_gloo(keys, place.rank, place.size, timeout, address, nccl ? 1 : 2);
-      const auto data = nccl ? make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size,
-                                         place.local_rank, timeout)
-                             : gloo[1];
-      return Impl::Pair{make_group(data, watch, data_index), make_group(gloo[0], watch, control_index)};
+      c10::intrusive_ptr<c10d::Backend> data;
+      c10::intrusive_ptr<c10d::Backend> control;
+      if (heap) {
+        control = make_shm_backend(heap, *keys, 2 * number, timeout);
+        if (!nccl) data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
+      } else {
+        const auto gloo = make_gloo(keys, place.rank, place.size, timeout, address, nccl ? 1 : 2);
+        control = gloo.front();
+        data = gloo.back();
+      }
+      if (nccl) {
+        data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
+                         timeout);
+      }
+      return Impl::Pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
     };
     impl->part = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
                   store = impl->store](const std::string& name, const std::vector<int>& members, int rank) {
@@ -247,6 +301,7 @@ World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr
     impl->store = c10::make_intrusive<c10d::PrefixStore>("plumb/adopted/" + std::to_string(turn), store);
     board = make_store_board(impl->store, impl->rank, impl->size, counters, limit, /*hosts=*/false);
   }
+  ignore_broken_pipes();
   impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(board));
   impl->data = make_group(backend, impl->watch, data_index);
   impl->control = impl->data;

@@ -4,7 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "plumb/error.h"
 #include "world/group.h"
@@ -15,6 +18,12 @@ namespace plumb {
 class Consequence : public Error {
  public:
   using Error::Error;
+};
+
+// What a backend throws when it sees that these ranks' processes have ended while this rank needed them.
+struct RanksGone : std::runtime_error {
+  explicit RanksGone(std::vector<int> which) : std::runtime_error("processes have ended"), ranks(std::move(which)) {}
+  std::vector<int> ranks;
 };
 
 // The groups of a world, by number.

@@ -11,6 +11,10 @@
 
 #include "plumb/error.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3")  // these loops are all the work there is: at -O2, GCC leaves them scalar
+#endif
+
 namespace plumb {
 namespace {
 

@@ -188,6 +188,8 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
   } catch (const Error& e) {  // our own backend's: complete as it is
     fail(e.what(), rank_, where);
     throw;
+  } catch (const RanksGone& gone) {
+    mourn(gone.ranks, where);
   } catch (...) {
   }
   const std::string text = text_of(thrown);
@@ -228,6 +230,25 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
         where);
 }
 
+// These processes have ended. Their last words say whether that is the cause, or the consequence of another's end.
+void Watch::mourn(const std::vector<int>& dead, const Where& where) {
+  const auto heard = board_ ? board_->read(patience) : std::nullopt;
+  std::string silent;
+  for (const int r : dead) {
+    const auto state = heard ? (*heard)[r].report.state : Report::State::running;
+    if (state == Report::State::failed || state == Report::State::left) continue;
+    silent +=
+        (silent.empty() ? "rank " : "; rank ") + std::to_string(r) + " is gone: its process was killed or crashed";
+  }
+  if (!silent.empty()) raise(silent + "; this rank was in " + describe(where), where);
+  for (const int r : dead) {
+    if ((*heard)[r].report.state == Report::State::failed) follow(r, (*heard)[r].report, where);
+  }
+  raise("waits in " + describe(where) + " for rank " + std::to_string(dead.front()) +
+            ", which has left the world; every rank must take the same steps before its program ends",
+        where);
+}
+
 void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause) {
   std::string message = "waited " + seconds(waited) + " in " + describe(where);
   const std::string tail = cause.empty() ? "" : " [" + cause + "]";
@@ -248,6 +269,12 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
     missing += "rank " + std::to_string(r) + " did not come";
     if (board_->beats()) missing += "; last heard of " + seconds(Clock::now() - changed) + " ago";
     missing += ": it " + describe(report);
+  }
+  for (int r = 0; r < size_ && missing.empty() && board_->beats(); ++r) {
+    const auto silent = Clock::now() - (*heard)[r].changed;
+    if (r == rank_ || silent < silence) continue;
+    missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) +
+              " ago: it is stopped or hangs";
   }
   if (missing.empty()) missing = "every rank came, but the data did not; check the network, or raise the time-out";
   raise(message + ": " + missing + tail, where);

@@ -52,6 +52,7 @@ class Watch {
   void look(Vigil& vigil);
   bool awaits_us(const Report& report) const;
   [[noreturn]] void raise(const std::string& message, const Where& where, Ticket ticket = {});
+  [[noreturn]] void mourn(const std::vector<int>& dead, const Where& where);
   [[noreturn]] void follow(int other, const Report& report, const Where& where);
   [[noreturn]] void time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause);
   [[noreturn]] void rethrow() const;

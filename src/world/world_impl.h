@@ -25,6 +25,8 @@ struct Group::Impl {
   bool native_reduce_scatter = true;
   // The backend moves every dtype; otherwise gathered and broadcast memory travels as bytes.
   bool any_dtype = true;
+  // The memory that the backend offers is the host's; otherwise a device's.
+  bool host_memory = false;
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
 

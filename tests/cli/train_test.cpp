@@ -67,7 +67,7 @@ TEST(Train, EndsItsJsonWithTheSummary) {
   EXPECT_EQ(last["steps"], 6);
   EXPECT_EQ(last["ranks"], 2);
   EXPECT_EQ(last["strategy"], "ddp");
-  EXPECT_EQ(last["backend"], "gloo");
+  EXPECT_EQ(last["backend"], "shm");
   EXPECT_EQ(last["dtype"], "f32");
   EXPECT_DOUBLE_EQ(last["loss"], result.losses().back());
   EXPECT_EQ(last["model_digest"].get<std::string>().size(), 32u);

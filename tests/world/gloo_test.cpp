@@ -17,20 +17,25 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
+std::vector<Process> on_gloo(const std::string& role, int size, Variables variables = {}) {
+  variables["PLUMB_TEST_BACKEND"] = "gloo";
+  return start_ranks(role, size, variables);
+}
+
 TEST(Gloo, CarriesEveryVerbBetweenProcesses) {
   for (int size : {2, 3}) {
-    auto ranks = start_ranks("verbs", size);
+    auto ranks = on_gloo("verbs", size);
     for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
   }
 }
 
 TEST(Gloo, AProcessMayJoinTwice) {
-  auto ranks = start_ranks("two worlds", 2);
+  auto ranks = on_gloo("two worlds", 2);
   for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
 }
 
 TEST(Gloo, AKilledRankIsNamedOnEveryOther) {
-  auto ranks = start_ranks("reduce for ever", 3);
+  auto ranks = on_gloo("reduce for ever", 3);
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
   const auto begin = Clock::now();
   ranks[1].signal(SIGKILL);
@@ -43,7 +48,7 @@ TEST(Gloo, AKilledRankIsNamedOnEveryOther) {
 }
 
 TEST(Gloo, AKilledRankZeroIsNamedThoughTheStoreDiesWithIt) {
-  auto ranks = start_ranks("reduce for ever", 3);
+  auto ranks = on_gloo("reduce for ever", 3);
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
   const auto begin = Clock::now();
   ranks[0].signal(SIGKILL);
@@ -55,7 +60,7 @@ TEST(Gloo, AKilledRankZeroIsNamedThoughTheStoreDiesWithIt) {
 }
 
 TEST(Gloo, AStoppedRankIsNamedAtTheTimeOut) {
-  auto ranks = start_ranks("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "2500"}});
+  auto ranks = on_gloo("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "2500"}});
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
   ranks[1].signal(SIGSTOP);
   EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
@@ -64,7 +69,7 @@ TEST(Gloo, AStoppedRankIsNamedAtTheTimeOut) {
 }
 
 TEST(Gloo, AStoppedStoreHostHangsNobody) {
-  auto ranks = start_ranks("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "2500"}});
+  auto ranks = on_gloo("reduce for ever", 2, {{"PLUMB_TEST_TIMEOUT_MS", "2500"}});
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
   const auto begin = Clock::now();
   ranks[0].signal(SIGSTOP);
@@ -75,7 +80,7 @@ TEST(Gloo, AStoppedStoreHostHangsNobody) {
 }
 
 TEST(Gloo, ARankThatStaysAwayIsNamedAtTheTimeOut) {
-  auto ranks = start_ranks("rank 1 stays away", 3, {{"PLUMB_TEST_TIMEOUT_MS", "2000"}});
+  auto ranks = on_gloo("rank 1 stays away", 3, {{"PLUMB_TEST_TIMEOUT_MS", "2000"}});
   for (int r : {0, 2}) {
     EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
     EXPECT_THAT(ranks[r].output(), AllOf(HasSubstr("rank 1 did not come"), HasSubstr("runs outside any collective")));
@@ -83,7 +88,7 @@ TEST(Gloo, ARankThatStaysAwayIsNamedAtTheTimeOut) {
 }
 
 TEST(Gloo, RanksThatWaitForEachOtherInDifferentPlacesAreToldBothPlaces) {
-  auto ranks = start_ranks("crossed", 3);
+  auto ranks = on_gloo("crossed", 3);
   const auto begin = Clock::now();
   for (auto& rank : ranks) {
     EXPECT_EQ(rank.join(), 3) << rank.output();
@@ -94,7 +99,7 @@ TEST(Gloo, RanksThatWaitForEachOtherInDifferentPlacesAreToldBothPlaces) {
 }
 
 TEST(Gloo, ARankThatLeavesEarlyIsNamed) {
-  auto ranks = start_ranks("rank 1 leaves", 2);
+  auto ranks = on_gloo("rank 1 leaves", 2);
   const auto begin = Clock::now();
   EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
   EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("rank 1"), HasSubstr("left the world"), HasSubstr("step 7")));
@@ -103,14 +108,14 @@ TEST(Gloo, ARankThatLeavesEarlyIsNamed) {
 }
 
 TEST(Gloo, ARankWhoseProgramThrowsIsNamed) {
-  auto ranks = start_ranks("rank 1 throws", 2);
+  auto ranks = on_gloo("rank 1 throws", 2);
   EXPECT_EQ(ranks[1].join(), 4) << ranks[1].output();
   EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
   EXPECT_THAT(ranks[0].output(), HasSubstr("rank 1 failed: its program was ended by an exception"));
 }
 
 TEST(Gloo, AReportedFailureReachesTheOthersWithItsText) {
-  auto ranks = start_ranks("rank 1 reports", 3);
+  auto ranks = on_gloo("rank 1 reports", 3);
   EXPECT_EQ(ranks[1].join(), 4);
   for (int r : {0, 2}) {
     EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
@@ -119,7 +124,7 @@ TEST(Gloo, AReportedFailureReachesTheOthersWithItsText) {
 }
 
 TEST(Gloo, AWorldEndsAtOnceThoughWorkIsPending) {
-  auto ranks = start_ranks("leave with work pending", 2);
+  auto ranks = on_gloo("leave with work pending", 2);
   const auto begin = Clock::now();
   for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
   EXPECT_LT(seconds_since(begin), 20);  // the time-out is 60 s
@@ -157,7 +162,7 @@ TEST(Rendezvous, APortInUseIsSaidOnEveryRank) {
   socklen_t length = sizeof address;
   getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
   const std::string port = std::to_string(ntohs(address.sin6_port));
-  auto ranks = start_ranks("join", 2, {{"MASTER_PORT", port}, {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
+  auto ranks = on_gloo("join", 2, {{"MASTER_PORT", port}, {"PLUMB_TEST_TIMEOUT_MS", "2000"}});
   EXPECT_EQ(ranks[0].join(), 3) << ranks[0].output();
   EXPECT_THAT(ranks[0].output(), AllOf(HasSubstr("127.0.0.1:" + port), HasSubstr("in use"), HasSubstr("MASTER_PORT")));
   EXPECT_EQ(ranks[1].join(), 3) << ranks[1].output();
@@ -167,7 +172,7 @@ TEST(Rendezvous, APortInUseIsSaidOnEveryRank) {
 
 TEST(Rendezvous, ASecondProcessOfOneRankIsRefused) {
   const std::string port = std::to_string(free_port());
-  auto ranks = start_ranks("reduce for ever", 2, {{"MASTER_PORT", port}});
+  auto ranks = on_gloo("reduce for ever", 2, {{"MASTER_PORT", port}});
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
   Process again("join", {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
   EXPECT_EQ(again.join(), 3) << again.output();
@@ -210,6 +215,7 @@ TEST(Gloo, CarriesEveryVerbOverTcpBetweenTwoHosts) {
                                  {"WORLD_SIZE", "2"},
                                  {"LOCAL_RANK", "0"},
                                  {"MASTER_ADDR", "10.77.0.1"},
+                                 {"PLUMB_TEST_BACKEND", "gloo"},
                                  {"MASTER_PORT", "29500"}},
                        cable.inside(r));
   }

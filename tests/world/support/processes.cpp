@@ -1,12 +1,10 @@
 // Starts, watches and ends the processes of a test.
 #include "world/support/processes.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -35,18 +33,6 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
 }();
 
 }  // namespace
-
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
-}
 
 Process::Process(const std::string& role, const Variables& variables, const std::vector<std::string>& prefix) {
   Variables all = variables;

@@ -8,12 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "world/support/port.h"
+
 namespace plumb::testing {
 
 using Variables = std::map<std::string, std::string>;
-
-// A port that was free a moment ago.
-int free_port();
 
 // One process in a role. Killed, with certainty, when this ends.
 class Process {

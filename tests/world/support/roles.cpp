@@ -9,7 +9,9 @@
 #include "plumb/error.h"
 #include "plumb/world.h"
 #include "world/group.h"
+#include "world/support/drill.h"
 #include "world/support/processes.h"
+#include "world/world_impl.h"
 
 namespace plumb::testing {
 namespace {
@@ -29,6 +31,7 @@ WorldOptions options() {
   if (const char* timeout = std::getenv("PLUMB_TEST_TIMEOUT_MS")) {
     result.timeout = std::chrono::milliseconds(std::atoi(timeout));
   }
+  if (const char* backend = std::getenv("PLUMB_TEST_BACKEND")) result.backend = backend;
   return result;
 }
 
@@ -83,8 +86,8 @@ void verbs(const World& world) {
   world.barrier();
 }
 
-void reduce_for_ever(const World& world) {
-  at::Tensor tensor = at::ones({1 << 16});
+void reduce_for_ever(const World& world, int64_t numel) {
+  at::Tensor tensor = data_group(world).allocate(numel, at::kFloat).fill_(1);
   for (int i = 0;; ++i) {
     data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = i, .pass = 1});
     tensor.fill_(1);
@@ -111,7 +114,11 @@ void bench(const World& world) {
   const std::vector<int64_t> mine{1, 2, 3, 4};
   at::Tensor small = at::ones({16 << 10});
   at::Tensor large = at::ones({1 << 20});
+  at::Tensor bucket = data_group(world).allocate(150'000, at::kFloat).fill_(0);
+  at::Tensor ordinary = at::zeros({150'000});
   measure("exchange of 4 numbers", 1000, [&] { exchange(world, mine, where); });
+  measure("all_reduce of 600 kB", 500, [&] { data_group(world).all_reduce(bucket).wait(where); });
+  measure("  of ordinary memory", 500, [&] { data_group(world).all_reduce(ordinary).wait(where); });
   measure("all_reduce of 64 KiB", 500, [&] { data_group(world).all_reduce(small).wait(where); });
   measure("all_reduce of 4 MiB", 100, [&] { data_group(world).all_reduce(large).wait(where); });
 }
@@ -120,11 +127,35 @@ void act(const std::string& role) {
   const World world = World::join(options());
   const int me = world.rank();
   at::Tensor tensor = at::ones({64});
-  std::printf("JOINED as rank %d of %d\n", me, world.size());
+  std::printf("JOINED as rank %d of %d over %s\n", me, world.size(), world.backend().c_str());
   std::fflush(stdout);
   if (role == "verbs") verbs(world);
   if (role == "bench") bench(world);
-  if (role == "reduce for ever") reduce_for_ever(world);
+  if (role == "drill") drill(*world.impl().data->backend);
+  if (role == "soak") {
+    soak({world.impl().data->backend.get(), world.impl().control->backend.get()},
+         static_cast<uint32_t>(std::atoi(std::getenv("PLUMB_TEST_SEED"))), 1000);
+  }
+  if (role == "reduce for ever") reduce_for_ever(world, 1 << 16);
+  if (role == "reduce much for ever") reduce_for_ever(world, 1 << 24);
+  if (role == "gather for ever") {
+    at::Tensor shard = data_group(world).allocate(1 << 20, at::kFloat).fill_(1);
+    at::Tensor full = at::empty({shard.numel() * world.size()});
+    for (int i = 0;; ++i) {
+      data_group(world).all_gather(full, shard).wait({.kind = Where::Kind::backward, .step = i, .pass = 1});
+      if (i == 3) {
+        std::puts("READY");
+        std::fflush(stdout);
+      }
+    }
+  }
+  if (role == "different collectives") {
+    if (me == 1) {
+      data_group(world).broadcast(tensor, 0).wait({.kind = Where::Kind::step, .step = 3});
+    } else {
+      data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::step, .step = 3});
+    }
+  }
   if (role == "two worlds") {
     const World second = World::join(options());
     verbs(world);
