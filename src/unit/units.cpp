@@ -94,7 +94,11 @@ void Units::settle_in(Home& home) {
   const at::Tensor& like = bucket.sinks[0]->parameter;
   const auto options = at::TensorOptions().dtype(like.scalar_type()).device(like.device());
   home.whole = at::zeros({bucket.numel}, options);
-  bucket.parameter = reducer_.shard().allocate(bucket.held.size(), options);
+  const Where where{Where::Kind::setup, 0, 0, "the shards of the parameters"};
+  Group::Shared shards = reducer_.shard().share(bucket.held.size(), options, where);
+  bucket.parameter = shards.mine;
+  home.peers = std::move(shards.everybody);
+  if (home.peers.empty()) reducer_.gathers();
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(home.whole, sink->slot.offset, sink->parameter);
     if (deferred::waits(sink->parameter)) {
@@ -106,9 +110,7 @@ void Units::settle_in(Home& home) {
     parameter.set_data(place);
   }
   bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
-  const Where where{Where::Kind::setup, 0, 0, "the shards of the parameters"};
-  home.peers = reducer_.shard().peers(bucket.parameter, where);
-  if (home.peers.empty()) reducer_.gathers();
+  reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
   homes_of_[home.whole.storage().unsafeGetStorageImpl()] = &home;
   home.full = true;
   release(home);

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 
+#include "world/shm_ring.h"
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -57,20 +58,61 @@ std::vector<std::vector<int64_t>> Group::exchange(std::span<const int64_t> mine,
   return all;
 }
 
-std::vector<at::Tensor> Group::peers(const at::Tensor& mine, const Where& where) {
-  if (size() == 1) return {mine};
-  if (impl_->backend->getBackendName() != "local") return {};
-  // Threads of one process: everybody holds on to everybody's storage.
+namespace {
+
+// Threads of one process: everybody holds on to everybody's storage.
+std::vector<at::Tensor> peers_of_threads(Group& group, const at::Tensor& mine, const Where& where) {
   const std::array<int64_t, 2> place{reinterpret_cast<int64_t>(mine.storage().unsafeGetStorageImpl()),
                                      mine.storage_offset()};
   std::vector<at::Tensor> all;
-  for (const auto& other : exchange(place, where)) {
+  for (const auto& other : group.exchange(place, where)) {
     auto* impl = reinterpret_cast<c10::StorageImpl*>(other[0]);
     const auto shared = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl);
     all.push_back(at::empty({0}, mine.options()).set_(c10::Storage(shared), other[1], mine.sizes(), mine.strides()));
   }
-  barrier().wait(where);  // nobody lets go before everybody holds on
+  group.barrier().wait(where);  // nobody lets go before everybody holds on
   return all;
+}
+
+// Processes that map each other's segments. Where one had no shared memory left, nobody reads in place.
+std::vector<at::Tensor> peers_of_processes(Group& group, const std::shared_ptr<ShmHeap>& heap, const at::Tensor& mine,
+                                           const Where& where) {
+  const int64_t offset = heap->offset_of(mine.const_data_ptr());
+  std::vector<at::Tensor> all;
+  int rank = 0;
+  bool everywhere = true;
+  for (const auto& other : group.exchange(std::span(&offset, 1), where)) {
+    everywhere = everywhere && heap->within(rank, other[0], static_cast<int64_t>(mine.nbytes()));
+    if (everywhere) {
+      all.push_back(at::from_blob(heap->at(rank, other[0]), mine.sizes(), [heap](void*) {}, mine.options()));
+    }
+    ++rank;
+  }
+  return everywhere ? all : std::vector<at::Tensor>{};
+}
+
+}  // namespace
+
+Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, const Where& where) {
+  Shared shared{allocate(numel, options), {}};
+  if (size() == 1) {
+    shared.everybody = {shared.mine};
+  } else if (!options.device().is_cpu()) {
+    // Devices do not read each other here.
+  } else if (impl_->backend->getBackendName() == "local") {
+    shared.everybody = peers_of_threads(*this, shared.mine, where);
+  } else {
+    // Processes of one machine share memory for this whatever carries their collectives.
+    std::shared_ptr<ShmHeap> heap = heap_of(*impl_->backend);
+    if (!heap && impl_->meet) {
+      if (!impl_->met) impl_->met = impl_->meet();
+      heap = impl_->met;
+      if (heap) shared.mine = heap->tensor(numel, options);
+      if (!shared.mine.defined()) shared.mine = at::empty({numel}, options);
+    }
+    if (heap) shared.everybody = peers_of_processes(*this, heap, shared.mine, where);
+  }
+  return shared;
 }
 
 std::vector<std::string> exchange_text(const World& world, const std::string& mine, const Where& where) {

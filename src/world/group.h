@@ -76,9 +76,13 @@ class Group {
   // Memory that travels, from the backend where it offers its own.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  // Everybody's `mine` (allocated here, the same length everywhere) in rank order, to be read in place without asking
-  // while nobody writes it. Empty where ranks cannot read each other's memory. Collective; for host groups.
-  std::vector<at::Tensor> peers(const at::Tensor& mine, const Where& where);
+  // Memory of every rank, the same length everywhere, to be read in place without asking while nobody writes it.
+  // `everybody` is in rank order, and empty where ranks cannot read each other's memory. Collective.
+  struct Shared {
+    at::Tensor mine;
+    std::vector<at::Tensor> everybody;
+  };
+  Shared share(int64_t numel, const at::TensorOptions& options, const Where& where);
 
   struct Impl;
   explicit Group(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -194,6 +194,15 @@ std::string agree_on_backend(c10d::Store& store, const Place& place, const std::
   return name;
 }
 
+// How the ranks of a group whose backend has no shared memory find some, if they are on one machine.
+std::function<std::shared_ptr<ShmHeap>()> meeting(const c10::intrusive_ptr<c10d::Store>& keys, int rank, int size) {
+  return [=] {
+    std::string why_not;
+    c10d::PrefixStore store("window", keys);
+    return ShmHeap::meet(store, rank, size, why_not);
+  };
+}
+
 std::atomic<int> joins{0};  // of this process: each world has its own keys
 
 }  // namespace
@@ -252,15 +261,24 @@ World World::join(const WorldOptions& options) {
         data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
                          timeout);
       }
-      return Impl::Pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
+      Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
+      if (!heap) pair.data->meet = meeting(keys, place.rank, place.size);
+      return pair;
     };
     impl->part = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
                   store = impl->store](const std::string& name, const std::vector<int>& members, int rank) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
       const int size = static_cast<int>(members.size());
-      const auto backend = nccl ? make_nccl(keys, rank, size, place.local_rank, timeout)
-                                : make_gloo(keys, rank, size, timeout, address, 1)[0];
-      return make_group(backend, watch, data_index);
+      if (nccl) return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, data_index);
+      if (!heap) {
+        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, data_index);
+        group->meet = meeting(keys, rank, size);
+        return group;
+      }
+      std::string cannot;
+      auto own = ShmHeap::meet(*keys, rank, size, cannot);
+      if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
+      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, data_index);
     };
     const Impl::Pair own = impl->another(0);
     impl->data = own.data;

@@ -19,6 +19,7 @@ class ShmBackend final : public c10d::Backend {
   ~ShmBackend() override { ring_->close(); }
 
   const std::string getBackendName() const override { return "shm"; }
+  const std::shared_ptr<ShmHeap>& heap() const { return heap_; }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -168,6 +169,11 @@ class ShmBackend final : public c10d::Backend {
 };
 
 }  // namespace
+
+std::shared_ptr<ShmHeap> heap_of(c10d::Backend& backend) {
+  auto* shm = dynamic_cast<ShmBackend*>(&backend);
+  return shm != nullptr ? shm->heap() : nullptr;
+}
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
                                                    std::chrono::milliseconds timeout) {

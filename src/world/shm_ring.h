@@ -153,6 +153,9 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   std::exception_ptr failure_;
 };
 
+// The memory behind a backend that make_shm_backend made; null for any other.
+std::shared_ptr<ShmHeap> heap_of(c10d::Backend& backend);
+
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
                                                    std::chrono::milliseconds timeout);
 

@@ -15,6 +15,8 @@
 
 namespace plumb {
 
+class ShmHeap;
+
 struct Group::Impl {
   c10::intrusive_ptr<c10d::Backend> backend;  // null: one rank
   std::shared_ptr<Watch> watch;
@@ -27,6 +29,9 @@ struct Group::Impl {
   bool any_dtype = true;
   // The memory that the backend offers is the host's; otherwise a device's.
   bool host_memory = false;
+  // Finds memory that the ranks of this group share beside the backend's, if there is any. Collective.
+  std::function<std::shared_ptr<ShmHeap>()> meet;
+  std::shared_ptr<ShmHeap> met;
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
 
