@@ -3,7 +3,7 @@
 // One process is one rank, by the environment of torchrun; benchmarks/run.py starts the ranks and reads the one line of
 // JSON that each prints:
 //
-//   bench_step --model gpt|tiny --device cpu|cuda --backend shm|gloo|nccl --variants plain,plain-fused,plumb,plumb-noledger
+//   bench_step --model gpt|tiny --device cpu|cuda --backend shm|gloo|nccl --variants plain,plain-fused,plumb,plumb-noledger,plumb-zero1,…
 //              --rounds N --steps N --warmup N
 //
 // plain steps neither communicate nor wait for the other ranks, but those run at the same time.
@@ -59,23 +59,34 @@ Model make_gpt(at::Device device, int rank) {
           }};
 }
 
-// 24 blocks of 12 tiny parameters: what is left is the cost per parameter.
-struct Tiny : nn::Module {
-  static constexpr int64_t kBlocks = 24, kLinears = 6, kWidth = 32;
-  Tiny() {
-    for (int64_t i = 0; i < kBlocks * kLinears; ++i) {
+// 24 blocks of 12 tiny parameters: what is left is the cost per parameter. Each block is a unit.
+struct TinyBlock : nn::Module {
+  static constexpr int64_t kLinears = 6, kWidth = 32;
+  TinyBlock() {
+    for (int64_t i = 0; i < kLinears; ++i) {
       linears.push_back(register_module("linear" + std::to_string(i), nn::Linear(kWidth, kWidth)));
     }
   }
-  at::Tensor forward(at::Tensor x) {
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      at::Tensor y = x;
-      for (int64_t i = 0; i < kLinears; ++i) y = linears[block * kLinears + i](y).relu();
-      x = x + y;
-    }
-    return x;
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = x;
+    for (auto& linear : linears) y = linear(y).relu();
+    return x + y;
   }
   std::vector<nn::Linear> linears;
+};
+
+struct Tiny : nn::Module {
+  static constexpr int64_t kBlocks = 24;
+  Tiny() {
+    for (int64_t i = 0; i < kBlocks; ++i) {
+      blocks.emplace_back(register_module("block" + std::to_string(i), std::make_shared<TinyBlock>()));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& block : blocks) x = block->forward(x);
+    return x;
+  }
+  std::vector<plumb::Unit<TinyBlock>> blocks;
 };
 
 Model make_tiny(at::Device device, int rank) {
@@ -83,7 +94,7 @@ Model make_tiny(at::Device device, int rank) {
   const auto tiny = std::make_shared<Tiny>();
   tiny->to(device);
   torch::manual_seed(100 + rank);
-  const auto data = torch::randn({kBatches, 2, kBatch, Tiny::kWidth}).to(device);
+  const auto data = torch::randn({kBatches, 2, kBatch, TinyBlock::kWidth}).to(device);
   return {tiny, [=](int64_t step) {
             const auto batch = data[step % kBatches];
             return at::mse_loss(tiny->forward(batch[0]), batch[1]);
@@ -138,8 +149,9 @@ std::function<void()> plain_fused(const Model& model) {
   };
 }
 
-std::function<void()> engine(const plumb::World& world, const Model& model, bool ledger) {
+std::function<void()> engine(const plumb::World& world, const Model& model, const std::string& strategy, bool ledger) {
   plumb::Options options;
+  options.strategy = strategy;
   options.ledger = ledger;
   const auto engine = std::make_shared<plumb::Engine>(world, *model.module, kAdamW, options);
   return [engine] {
@@ -154,9 +166,11 @@ Variant make_variant(const std::string& name, const Settings& settings, const pl
   Model model = settings.model == "gpt" ? make_gpt(device, world.rank()) : make_tiny(device, world.rank());
   if (name == "plain") return {name, model, plain(model)};
   if (name == "plain-fused") return {name, model, plain_fused(model)};
-  if (name == "plumb") return {name, model, engine(world, model, true)};
-  if (name == "plumb-noledger") return {name, model, engine(world, model, false)};
-  throw plumb::Error("variant '" + name + "' is unknown; there are plain, plain-fused, plumb and plumb-noledger");
+  if (name == "plumb") return {name, model, engine(world, model, "ddp", true)};
+  if (name == "plumb-noledger") return {name, model, engine(world, model, "ddp", false)};
+  if (name.rfind("plumb-", 0) == 0) return {name, model, engine(world, model, name.substr(6), true)};
+  throw plumb::Error("variant '" + name +
+                     "' is unknown; there are plain, plain-fused, plumb, plumb-noledger and plumb-STRATEGY");
 }
 
 // On the CPU each step is timed; on a device, which runs behind the host, the block as a whole.

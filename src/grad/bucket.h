@@ -27,6 +27,7 @@ struct Bucket {
 
   // Where gradients are not summed in place: what this pass has contributed, from its first gradient to its reduction.
   at::Tensor incoming;
+  at::Tensor lent;                // the memory it lies in
   at::Tensor arriving;            // the reduction of it, when it is to be added to `gradient`
   std::vector<at::Tensor> shares;  // deterministic mode: partial sums of this step's passes, as a binary tree
 

@@ -35,7 +35,22 @@ void Reducer::open_incoming(Bucket& bucket) {
   if (bucket.incoming.defined()) return;
   if (!deterministic_) keep_few_in_flight();
   const c10::Device device = bucket.sinks[0]->parameter.device();
-  bucket.incoming = data_.allocate(bucket.numel, at::TensorOptions().dtype(bucket.dtype).device(device));
+  const auto spare = std::find_if(spares_.begin(), spares_.end(), [&](const at::Tensor& one) {
+    return one.numel() >= bucket.numel && one.scalar_type() == bucket.dtype && one.device() == device;
+  });
+  if (spare != spares_.end()) {
+    bucket.lent = *spare;
+    spares_.erase(spare);
+  } else {
+    int64_t numel = bucket.numel;
+    if (!deterministic_) {
+      for (const Bucket& other : buckets_) {
+        if (other.dtype == bucket.dtype && other.unit < 0 && bucket.unit < 0) numel = std::max(numel, other.numel);
+      }
+    }
+    bucket.lent = data_.allocate(numel, at::TensorOptions().dtype(bucket.dtype).device(device));
+  }
+  bucket.incoming = bucket.lent.narrow(0, 0, bucket.numel);
 }
 
 // Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
@@ -147,6 +162,9 @@ void Reducer::finish(Bucket& bucket, const Where& where) {
   if (bucket.arriving.defined()) bucket.gradient.add_(bucket.arriving);
   bucket.arriving.reset();
   bucket.incoming.reset();
+  // Fresh memory costs a fault per page: the next bucket of this step takes this one's.
+  if (bucket.lent.defined() && !deterministic_ && spares_.size() < kInFlight) spares_.push_back(bucket.lent);
+  bucket.lent.reset();
 }
 
 // The ranks' sums, added as the upper part of the tree that the shares of each rank began.

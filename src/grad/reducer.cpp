@@ -9,6 +9,12 @@ namespace plumb {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
+namespace {
+
+constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
+
+}  // namespace
+
 // ---- one gradient
 
 at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
@@ -464,6 +470,7 @@ void Reducer::finish_step() {
   Lock lock(mutex_);
   ++steps_;
   passes_ = 0;
+  std::erase_if(spares_, [](const at::Tensor& spare) { return spare.nbytes() > kSmallSpare; });
 }
 
 void Reducer::hold_sync(int change) {

@@ -159,6 +159,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   bool eaten_ = false;  // its gradients go to `incoming`
   size_t next_ = 0;     // the next bucket to reduce
   std::deque<Bucket*> in_flight_;
+  std::vector<at::Tensor> spares_;  // memory of `incoming` buffers that ended, until the step ends
   std::exception_ptr failure_;
   std::vector<int> ready_order_;
 };
