@@ -197,6 +197,8 @@ ShmHeap::Block ShmHeap::allocate(int64_t bytes) {
 void ShmHeap::free(Block block) {
   if (block.offset < 0) return;
   std::lock_guard lock(mutex_);
+  const auto condemned = condemned_.lower_bound(block.offset);
+  if (condemned != condemned_.end() && *condemned < block.offset + block.bytes) return;
   fallocate(segments_[rank_]->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, block.offset, block.bytes);
   auto next = free_.lower_bound(block.offset);
   if (next != free_.end() && next->first == block.offset + block.bytes) {
@@ -265,13 +267,18 @@ void ShmHeap::advance_all() {
   }
 }
 
-void ShmHeap::close(int64_t serial, std::vector<Block> blocks, std::vector<at::Tensor> tensors) {
+void ShmHeap::close(int64_t serial, std::vector<Block> blocks) {
   {
     std::lock_guard lock(rings_mutex_);
-    closing_.push_back({serial, std::move(blocks), std::move(tensors)});
+    closing_.push_back({serial, std::move(blocks)});
   }
   if (serial < serials) header(rank_).closed[serial].store(true);
   sweep();
+}
+
+void ShmHeap::condemn(int64_t offset) {
+  std::lock_guard lock(mutex_);
+  condemned_.insert(offset);
 }
 
 void ShmHeap::sweep() {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -56,7 +57,9 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   void enlist(const std::shared_ptr<ShmRing>& ring);
   void advance_all();
   // This rank's part of group `serial` has ended. What others may still touch is freed when theirs have ended too.
-  void close(int64_t serial, std::vector<Block> blocks, std::vector<at::Tensor> tensors);
+  void close(int64_t serial, std::vector<Block> blocks);
+  // The allocation at `offset` is never used again: others may write to it at any time.
+  void condemn(int64_t offset);
 
   // Sleeps until somebody rings, at most `limit`. `ready` is asked once more after the sleep was announced, so that no
   // ring is missed. False when the limit passed.
@@ -94,7 +97,6 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   struct Closing {
     int64_t serial;
     std::vector<Block> blocks;
-    std::vector<at::Tensor> tensors;
   };
 
   ShmHeap(int rank, int size);
@@ -119,6 +121,7 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   std::mutex rings_mutex_;  // guards the rest; one of its own, since filling pages takes time
   std::vector<std::weak_ptr<ShmRing>> rings_;
   std::vector<Closing> closing_;
+  std::set<int64_t> condemned_;  // guarded by mutex_
 };
 
 }  // namespace plumb

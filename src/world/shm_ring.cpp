@@ -268,14 +268,13 @@ void ShmRing::close() {
   advance_locked();
   if (!failure_) fail(std::make_exception_ptr(Error(rank_, "the group was closed before this collective ended")));
   std::vector<ShmHeap::Block> blocks{own_};
-  std::vector<at::Tensor> tensors;
   for (const Piece& piece : pieces_) {
     if (piece.staged.offset >= 0) blocks.push_back(piece.staged);
-    if (piece.exposed) tensors.push_back(piece.active->call.input);
+    if (piece.exposed && !piece.complete) heap_->condemn(heap_->offset_of(piece.active->call.input.const_data_ptr()));
   }
   pieces_.clear();
   released_ = retired_ = worked_ = published_ = issued_;
-  heap_->close(serial_, std::move(blocks), std::move(tensors));
+  heap_->close(serial_, std::move(blocks));
 }
 
 void ShmRing::look_for_the_dead(uint64_t number) {
