@@ -23,6 +23,8 @@ else()
     set(CMAKE_CUDA_ARCHITECTURES ${PLUMB_CUDA_ARCH})
     enable_language(CUDA)
     set(CMAKE_CUDA_STANDARD 20)
+    # Of the host's part alone; device code is optimised fully either way, and GCC 12 fails inside itself at -O3.
+    set(CMAKE_CUDA_FLAGS_RELEASE "-O2 -DNDEBUG")
     list(APPEND plumb_definitions PLUMB_CUDA_KERNELS)
     target_sources(plumb_lib PRIVATE ${plumb_kernels})
     message(STATUS "plumb: CUDA with our own kernels (nvcc, architecture ${PLUMB_CUDA_ARCH})")

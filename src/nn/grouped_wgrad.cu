@@ -292,13 +292,12 @@ __global__ void __launch_bounds__(S::threads, S::blocks)
 int64_t spacing_of(const GroupedWgrad& p) {
   const int64_t matrix = p.out * p.in * 4;
   if (p.groups == 1) return matrix;
-  const auto at = [&](int g) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p.sums[g])); };
-  const int64_t spacing = at(1) - at(0);
-  if (spacing < matrix || spacing % 16 != 0) return 0;
+  const int64_t spacing = reinterpret_cast<intptr_t>(p.sums[1]) - reinterpret_cast<intptr_t>(p.sums[0]);
+  bool evenly = spacing >= matrix && spacing % 16 == 0;
   for (int g = 2; g < p.groups; ++g) {
-    if (at(g) - at(g - 1) != spacing) return 0;
+    evenly &= reinterpret_cast<intptr_t>(p.sums[g]) - reinterpret_cast<intptr_t>(p.sums[g - 1]) == spacing;
   }
-  return spacing;
+  return evenly ? spacing : 0;
 }
 
 template <class S>
