@@ -300,6 +300,16 @@ int64_t spacing_of(const GroupedWgrad& p) {
   return evenly ? spacing : 0;
 }
 
+// The maps of `a.groups` groups of sums from `a.first_group` on.
+bool map_sums(Arguments& a, const GroupedWgrad& p, int64_t spacing) {
+  if (a.evenly) return encode_sums(a.sums[0], p.sums[a.first_group], p.out, p.in, a.groups, spacing);
+  bool right = true;
+  for (int g = 0; g < a.groups; ++g) {
+    right &= encode_sums(a.sums[g], p.sums[a.first_group + g], p.out, p.in, 1, p.out * p.in * 4);
+  }
+  return right;
+}
+
 template <class S>
 const char* launch(const GroupedWgrad& p, CUstream_st* stream, int strip) {
   int device = 0, processors = 0;
@@ -338,12 +348,7 @@ const char* launch(const GroupedWgrad& p, CUstream_st* stream, int strip) {
   const int per_launch = a.evenly ? p.groups : most_maps;
   for (a.first_group = 0; a.first_group < p.groups; a.first_group += per_launch) {
     a.groups = std::min(per_launch, p.groups - a.first_group);
-    for (int g = 0; g < (a.evenly ? 1 : a.groups); ++g) {
-      const int64_t depth = a.evenly ? a.groups : 1;
-      if (!encode_sums(a.sums[g], p.sums[a.first_group + g], p.out, p.in, depth, a.evenly ? spacing : p.out * p.in * 4)) {
-        return refused;
-      }
-    }
+    if (!map_sums(a, p, spacing)) return refused;
     const int64_t tiles = static_cast<int64_t>(a.groups) * a.tiles_m * a.tiles_n;
     const int64_t clusters = std::min<int64_t>(tiles, processors * S::blocks / S::cluster);
     config.gridDim = dim3(static_cast<unsigned>(clusters * S::cluster));
