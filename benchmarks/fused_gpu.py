@@ -114,17 +114,18 @@ def grouped(kernel, variants, groups, rows, out, width, ragged=False):
             torch.addmm(parts[g], a.t(), b, out_dtype=torch.float32, out=parts[g])
             begin += count
 
-    print(f"\n{groups} experts, {rows} tokens{' (ragged)' if ragged else ''}, weight {out} x {width}")
-    base = milliseconds(unfused)
-    print(f"  {'_grouped_mm + f32 add':34} {base:7.3f} ms  1.00 x")
-    time = milliseconds(loop)
-    print(f"  {'a loop of addmm into f32':34} {time:7.3f} ms {base / time:5.2f} x")
-    best = None
+    print(f"\n{groups} experts, {rows} tokens{' (ragged)' if ragged else ''}, weight {out} x {width}"
+          f"{'back to back':>25}{'with rests':>20}")
+    ways = [("_grouped_mm + f32 add", unfused), ("a loop of addmm into f32", loop)]
     for variant in variants:
-        time = milliseconds(lambda: kernel(dy, x, ends, parts, True, variant))
-        name = "fused" if variant < 0 else f"fused, variant {variant}"
-        over = milliseconds(lambda: kernel(dy, x, ends, parts, False, variant))
-        print(f"  {name:34} {time:7.3f} ms {base / time:5.2f} x   (overwriting {over:.3f} ms)")
+        ways.append(("fused" + (f", variant {variant}" if variant >= 0 else ""),
+                     lambda variant=variant: kernel(dy, x, ends, parts, True, variant)))
+    ways.append(("fused, overwriting", lambda: kernel(dy, x, ends, parts, False)))
+    base = None
+    for name, work in ways:
+        times = [milliseconds(work), milliseconds(work, rest=0.005)]
+        base = base or times
+        print(f"  {name:34} " + "   ".join(f"{t:7.3f} ms {b / t:5.2f} x" for t, b in zip(times, base)))
 
 
 def linear(rows, out, width):
@@ -132,11 +133,13 @@ def linear(rows, out, width):
     x = torch.randn(rows, width, device="cuda").bfloat16()
     sums = torch.zeros(out, width, device="cuda")
     bare_out = torch.empty(out, width, device="cuda")
-    base = milliseconds(lambda: sums.add_(dy.t() @ x))
-    fused = milliseconds(lambda: torch.addmm(sums, dy.t(), x, out_dtype=torch.float32, out=sums))
-    bare = milliseconds(lambda: torch.mm(dy.t(), x, out_dtype=torch.float32, out=bare_out))
-    print(f"  {rows:6} tokens, {out:5} x {width:5}: mm + add {base:.3f} ms, fused {fused:.3f} ms ({base / fused:.2f} x), "
-          f"bare GEMM with f32 output {bare:.3f} ms ({fused / bare:.3f} of it)")
+    for rest in (0.0, 0.005):
+        base = milliseconds(lambda: sums.add_(dy.t() @ x), rest=rest)
+        fused = milliseconds(lambda: torch.addmm(sums, dy.t(), x, out_dtype=torch.float32, out=sums), rest=rest)
+        bare = milliseconds(lambda: torch.mm(dy.t(), x, out_dtype=torch.float32, out=bare_out), rest=rest)
+        print(f"  {rows:6} tokens, {out:5} x {width:5}, {'with rests' if rest else 'back to back'}: mm + add {base:.3f} ms, "
+              f"fused {fused:.3f} ms ({base / fused:.2f} x), bare GEMM with f32 output {bare:.3f} ms "
+              f"({fused / bare:.3f} of it)")
 
 
 def main():

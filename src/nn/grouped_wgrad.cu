@@ -3,8 +3,7 @@
 // Written by hand because both operands are slices of two big matrices: one tensor map each serves every group, where a
 // general grouped GEMM would rebuild maps per group; and a group may end at any row, which the last block masks.
 // Persistent blocks of three warpgroups: one fetches tiles with the copy engine, two multiply. The sums leave through
-// shared memory as bulk reductions (accumulate) or bulk stores (overwrite), so nobody waits to read the old sums, and
-// the next tile's multiplications start while the memory system adds.
+// shared memory in boxes that the copy engine stores or reduces, while the next tile is multiplied already.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,27 +18,26 @@ namespace {
 
 constexpr int sums_box_bytes = 16 * 32 * 4;
 constexpr int most_maps = 64;
-constexpr int tile_m = 128;  // rows of `sums` per block: 64 for each of the two multiplying warpgroups
+constexpr int threads = 384;  // two warpgroups multiply; the third fetches, and lends them its registers
+constexpr int tile_m = 128;   // rows of `sums` per block: 64 for each of the two multiplying warpgroups
 
-// How the sums leave: by bulk reductions, or added to old sums that were fetched while the tile was multiplied.
-enum class Leave { reduce, fetched };
-
-template <int TileN, int TileK, int Stages, int Cluster, int Blocks, Leave How, int Buffers, int Lag>
+template <int TileN, int TileK, int Stages, int Cluster, int Reduced, int Buffers, int Lag>
 struct Shape {
-  static constexpr int tile_n = TileN, tile_k = TileK, stages = Stages, cluster = Cluster, blocks = Blocks;
-  static constexpr Leave leave = How;
+  static constexpr int tile_n = TileN, tile_k = TileK, stages = Stages, cluster = Cluster;
   static constexpr int box_bytes = 128 * TileK;  // what one copy brings: 64 columns, 128 bytes per row
   static constexpr int boxes_n = TileN / 64;
   static constexpr int stage_bytes = (2 + boxes_n) * box_bytes;
   // Sums are staged in boxes of 16 rows and 32 columns; each warp has a ring of buffers for its own.
   static constexpr int chunks = TileN / 32;
+  // Of a tile's boxes, so many are added to the old sums by the second-level cache, which knows how to reduce; the others
+  // here, to old sums that were fetched while the tile was multiplied. Each way alone has a limit of its own.
+  static constexpr int reduced = Reduced;
+  static constexpr bool fetches = Reduced < chunks;
   static constexpr int buffers = Buffers;
   static constexpr int lag = Lag;  // boxes on their way out when a buffer is filled again
   static constexpr int staged_bytes = 8 * buffers * sums_box_bytes;
-  static constexpr int barriers = 2 * Stages + (How == Leave::fetched ? 8 * Buffers : 0);
+  static constexpr int barriers = 2 * Stages + (fetches ? 8 * Buffers : 0);
   static constexpr int smem_bytes = Stages * stage_bytes + staged_bytes + barriers * 8;
-  // The fetching warp comes last. Alone on a processor, its warpgroup gives its registers to the others.
-  static constexpr int threads = Blocks == 1 ? 384 : 288;
 };
 
 struct Arguments {
@@ -98,10 +96,11 @@ template <class S>
 struct Exit {
   const Arguments& a;
   char* staged;       // this warp's buffers
-  uint32_t arrivals;  // Leave::fetched: this warp's barriers, one per buffer
+  uint32_t arrivals;  // this warp's barriers, one per buffer
   int warp, lane, rank, tiles, stride;
-  int sent = 0;  // boxes so far
-  // Leave::fetched, lane 0: the next box of old sums to fetch.
+  int sent = 0;    // boxes so far
+  int phases = 0;  // of the barriers, a bit each
+  // Lane 0: the next box of old sums to fetch.
   int wanted_index = 0, wanted_chunk = 0, wanted = 0;
 
   __device__ Tile tile(int index) const { return tile_at(a, index, S::tile_n, S::cluster, rank); }
@@ -114,22 +113,24 @@ struct Exit {
   __device__ int depth_of(const Tile& t) const { return a.evenly ? t.group : 0; }
 
   __device__ void begin(int index) {
-    if (S::leave != Leave::fetched || !a.accumulate || lane != 0) return;
+    if (!S::fetches || !a.accumulate || lane != 0) return;
     wanted_index = index;
     for (int i = 0; i < S::buffers; ++i) fetch_old();
   }
 
   __device__ void fetch_old() {
     if (wanted_index >= tiles) return;
-    const Tile t = tile(wanted_index);
     const int buffer = wanted % S::buffers;
-    const uint32_t barrier = arrivals + 8 * buffer;
-    barrier_expect(barrier, sums_box_bytes);
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
-        "%5}], [%2];" ::"r"(address(staged + buffer * sums_box_bytes)),
-        "l"(map_of(t)), "r"(barrier), "r"(t.n + wanted_chunk * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
-        : "memory");
+    if (wanted_chunk >= S::reduced) {
+      const Tile t = tile(wanted_index);
+      const uint32_t barrier = arrivals + 8 * buffer;
+      barrier_expect(barrier, sums_box_bytes);
+      asm volatile(
+          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+              address(staged + buffer * sums_box_bytes)),
+          "l"(map_of(t)), "r"(barrier), "r"(t.n + wanted_chunk * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
+          : "memory");
+    }
     ++wanted;
     if (++wanted_chunk == S::chunks) {
       wanted_chunk = 0;
@@ -139,14 +140,15 @@ struct Exit {
 
   template <int R>
   __device__ void send(const Tile& t, const float (&d)[R]) {
-    const bool add = S::leave == Leave::fetched && a.accumulate;
     const int octet = lane / 4;
 #pragma unroll
     for (int c = 0; c < S::chunks; ++c, ++sent) {
       const int buffer = sent % S::buffers;
       char* const box = staged + buffer * sums_box_bytes;
+      const bool add = c >= S::reduced && a.accumulate;
       if (add) {
-        barrier_wait(arrivals + 8 * buffer, sent / S::buffers & 1);
+        barrier_wait(arrivals + 8 * buffer, phases >> buffer & 1);
+        phases ^= 1 << buffer;
       } else {
         if (lane == 0) wait_until_read<S::buffers - 1>();
         __syncwarp();
@@ -169,7 +171,7 @@ struct Exit {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       if (lane == 0) {
-        if (S::leave == Leave::reduce && a.accumulate) {
+        if (c < S::reduced && a.accumulate) {
           asm volatile(
               "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map_of(t)),
               "r"(address(box)), "r"(t.n + c * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
@@ -182,7 +184,7 @@ struct Exit {
               : "memory");
         }
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        if (add && sent >= S::lag) {
+        if (S::fetches && a.accumulate && sent >= S::lag) {
           wait_until_read<S::lag>();
           fetch_old();
         }
@@ -192,7 +194,7 @@ struct Exit {
 };
 
 template <class S>
-__global__ void __launch_bounds__(S::threads, S::blocks)
+__global__ void __launch_bounds__(threads, 1)
     grouped_wgrad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ CUtensorMap x,
                          const __grid_constant__ Arguments a) {
   extern __shared__ __align__(1024) char smem[];  // the stages, what is staged, the barriers
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(S::threads, S::blocks)
     if (++stage == S::stages) stage = 0, phase ^= 1;
   };
   if (threadIdx.x >= 256) {
-    if constexpr (S::blocks == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 256) {
       for (int index = first; index < tiles; index += stride) {
         const Tile t = tile_at(a, index, S::tile_n, S::cluster, rank);
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(S::threads, S::blocks)
       }
     }
   } else {
-    if constexpr (S::blocks == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = threadIdx.x / 128, in_group = threadIdx.x % 128, lane = threadIdx.x % 32;
     const auto release = [&](int s) {
       if (lane < S::cluster) barrier_arrive(empty + 8 * s, lane);
@@ -333,7 +335,7 @@ const char* launch(const GroupedWgrad& p, CUstream_st* stream, int strip) {
   if (!encode(dy, p.dy, p.rows, p.out, S::tile_k) || !encode(x, p.x, p.rows, p.in, S::tile_k)) return refused;
 
   cudaLaunchConfig_t config = {};
-  config.blockDim = dim3(S::threads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = S::smem_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
@@ -350,7 +352,7 @@ const char* launch(const GroupedWgrad& p, CUstream_st* stream, int strip) {
     a.groups = std::min(per_launch, p.groups - a.first_group);
     if (!map_sums(a, p, spacing)) return refused;
     const int64_t tiles = static_cast<int64_t>(a.groups) * a.tiles_m * a.tiles_n;
-    const int64_t clusters = std::min<int64_t>(tiles, processors * S::blocks / S::cluster);
+    const int64_t clusters = std::min<int64_t>(tiles, processors / S::cluster);
     config.gridDim = dim3(static_cast<unsigned>(clusters * S::cluster));
     if (const auto e = cudaLaunchKernelEx(&config, kernel, dy, x, a)) return cudaGetErrorString(e);
   }
@@ -371,19 +373,13 @@ bool grouped_wgrad_fits(const GroupedWgrad& p) {
 }
 
 const char* grouped_wgrad(const GroupedWgrad& p, CUstream_st* stream, int variant) {
-  using Wide = Shape<256, 64, 4, 2, 1, Leave::reduce, 2, 1>;
-  using WideAlone = Shape<256, 64, 4, 1, 1, Leave::reduce, 2, 1>;
-  using Square = Shape<128, 64, 4, 1, 1, Leave::fetched, 6, 2>;
-  switch (variant) {
-    case 0: return launch<Wide>(p, stream, 8);
-    case 1: return launch<Square>(p, stream, 16);
-    case 2: return launch<WideAlone>(p, stream, 16);
-    default: break;
-  }
-  // Few rows per group: memory decides, and adding in shared memory beats reductions in the second-level cache. Many:
-  // arithmetic decides, and a wide tile leaves the tensor cores more of the time.
-  return p.accumulate && p.rows < 1024 * static_cast<int64_t>(p.groups) ? launch<Square>(p, stream, 16)
-                                                                        : launch<Wide>(p, stream, 8);
+  // Many rows per group: arithmetic decides; a wide tile shared by two blocks reads the inputs the least. Few: memory
+  // decides; a smaller tile leaves room to fetch old sums ahead, and one box in four is left to the cache.
+  using Wide = Shape<256, 64, 4, 2, 8, 2, 1>;
+  using Square = Shape<128, 64, 4, 1, 1, 6, 3>;
+  const bool few = p.accumulate && p.rows < 1024 * static_cast<int64_t>(p.groups);
+  if (variant == 1 || (variant < 0 && few)) return launch<Square>(p, stream, 16);
+  return launch<Wide>(p, stream, 8);
 }
 
 }  // namespace plumb::kernel

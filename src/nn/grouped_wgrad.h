@@ -20,7 +20,8 @@ struct GroupedWgrad {
 // Whether the kernel takes this problem: alignment for the copy engine, a Hopper device.
 bool grouped_wgrad_fits(const GroupedWgrad& problem);
 
-// Enqueues it on `stream`. Null, or what went wrong. `variant` < 0 chooses by the sizes; others are for measuring.
+// Enqueues it on `stream`. Null, or what went wrong. `variant` 0 or 1: wide or square tiles, for measuring;
+// otherwise the sizes choose.
 const char* grouped_wgrad(const GroupedWgrad& problem, CUstream_st* stream, int variant = -1);
 
 }  // namespace plumb::kernel
