@@ -66,11 +66,9 @@ class MainGradSink : public FusedSink {
   explicit MainGradSink(MainGrad facts, std::string name = {}) : facts(std::move(facts)), name_(std::move(name)) {}
 
   std::string name() const override { return name_; }
-  GradTarget open() override { return {facts.main_grad, !facts.overwrite_main_grad}; }
-  void wrote() override {
-    if (facts.grad_added_to_main_grad) facts.grad_added_to_main_grad = true;
-  }
-  Tell tell() const override { return facts.grad_added_to_main_grad ? Tell::by_stand_in : Tell::nothing; }
+  GradTarget open() override;
+  void wrote() override;
+  Tell tell() const override;
   void put_off() override { ++outstanding_; }
   void made_up() override { --outstanding_; }
 

@@ -1,4 +1,4 @@
-// Which sink belongs to which parameter, for the whole process.
+// Which sink belongs to which parameter, for the whole process; and the sink that follows Megatron's convention.
 #include <c10/core/TensorImpl.h>
 
 #include <mutex>
@@ -63,6 +63,14 @@ std::shared_ptr<FusedSink> sink_of(const at::Tensor& parameter) {
   }
   return found->second.sink.lock();
 }
+
+GradTarget MainGradSink::open() { return {facts.main_grad, !facts.overwrite_main_grad}; }
+
+void MainGradSink::wrote() {
+  if (facts.grad_added_to_main_grad) facts.grad_added_to_main_grad = true;
+}
+
+Tell MainGradSink::tell() const { return facts.grad_added_to_main_grad ? Tell::by_stand_in : Tell::nothing; }
 
 std::shared_ptr<MainGradSink> attach_main_grad(const at::Tensor& parameter, MainGrad facts, std::string name) {
   auto sink = std::make_shared<MainGradSink>(std::move(facts), std::move(name));
