@@ -35,7 +35,8 @@ class FusedSink {
 
   // The parameter's name, for errors; empty where unknown.
   virtual std::string name() const { return {}; }
-  // Where the next contribution goes. Changes nothing: the target is checked first, and a write may never come of it.
+  // Where the next contribution goes. May prepare the buffer, but counts nothing: the target is checked first, and a
+  // write may never come of it.
   virtual GradTarget open() = 0;
   // The write into the target of the last open() is enqueued on the current stream: one contribution is delivered.
   virtual void wrote() = 0;

@@ -19,8 +19,9 @@ BlockImpl::BlockImpl(const GptSize& size) : heads_(size.heads) {
   out_ = register_module("out", nn::Linear(width, width));
   mlp_norm_ = register_module("mlp_norm", nn::LayerNorm(nn::LayerNormOptions({width})));
   if (size.experts > 0) {
-    moe_ = register_module("moe", plumb::nn::MoE(plumb::nn::MoEOptions{
-                                      .width = width, .hidden = 2 * width, .experts = size.experts, .top_k = size.top_k}));
+    moe_ =
+        register_module("moe", plumb::nn::MoE(plumb::nn::MoEOptions{
+                                   .width = width, .hidden = 2 * width, .experts = size.experts, .top_k = size.top_k}));
     return;
   }
   up_ = register_module("up", nn::Linear(width, 4 * width));
@@ -59,7 +60,8 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   for (auto& item : named_parameters()) {
     const std::string& name = item.key();
     at::Tensor& p = item.value();
-    const bool into_residual = name.ends_with(".out.weight") || name.ends_with(".down.weight") || name.ends_with(".experts.down");
+    const bool into_residual =
+        name.ends_with(".out.weight") || name.ends_with(".down.weight") || name.ends_with(".experts.down");
     if (p.dim() > 1) {
       p.normal_(0.0, 0.02 * (into_residual ? residual : 1.0), generator);
     } else if (name.ends_with(".bias")) {

@@ -46,17 +46,20 @@ GradTarget open_checked(FusedSink& sink, const Like& weight) {
     throw Error(whose + " is missing; give its sink a buffer, or take the sink away");
   }
   if (buffer.sizes() != at::IntArrayRef(weight.sizes)) {
-    throw Error(c10::str(whose, " has shape ", buffer.sizes(), "; expected ", at::IntArrayRef(weight.sizes), ", the weight's"));
+    throw Error(
+        c10::str(whose, " has shape ", buffer.sizes(), "; expected ", at::IntArrayRef(weight.sizes), ", the weight's"));
   }
   if (buffer.device() != weight.options.device()) {
-    throw Error(c10::str(whose, " is on ", buffer.device(), "; expected ", weight.options.device(), ", where the weight is"));
+    throw Error(
+        c10::str(whose, " is on ", buffer.device(), "; expected ", weight.options.device(), ", where the weight is"));
   }
   if (buffer.scalar_type() != dtype && buffer.scalar_type() != at::kFloat) {
-    throw Error(c10::str(whose, " is ", buffer.scalar_type(), "; expected ", dtype, ", the weight's dtype, or ",
-                         at::kFloat));
+    throw Error(
+        c10::str(whose, " is ", buffer.scalar_type(), "; expected ", dtype, ", the weight's dtype, or ", at::kFloat));
   }
   if (buffer.scalar_type() == at::kFloat && dtype == at::kDouble) {
-    throw Error(c10::str(whose, " is ", at::kFloat, " and would round; expected ", at::kDouble, ", the weight's dtype"));
+    throw Error(
+        c10::str(whose, " is ", at::kFloat, " and would round; expected ", at::kDouble, ", the weight's dtype"));
   }
   if (buffer.layout() != at::kStrided || !buffer.is_contiguous()) {
     throw Error(c10::str(whose, " is not contiguous; expected one dense block in the weight's shape"));

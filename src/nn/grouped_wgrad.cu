@@ -126,8 +126,8 @@ struct Exit {
       const uint32_t barrier = arrivals + 8 * buffer;
       barrier_expect(barrier, sums_box_bytes);
       asm volatile(
-          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-              address(staged + buffer * sums_box_bytes)),
+          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+          "[%2];" ::"r"(address(staged + buffer * sums_box_bytes)),
           "l"(map_of(t)), "r"(barrier), "r"(t.n + wanted_chunk * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
           : "memory");
     }
@@ -173,13 +173,13 @@ struct Exit {
       if (lane == 0) {
         if (c < S::reduced && a.accumulate) {
           asm volatile(
-              "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map_of(t)),
+              "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+                  map_of(t)),
               "r"(address(box)), "r"(t.n + c * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
               : "memory");
         } else {
           asm volatile(
-              "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-                  map_of(t)),
+              "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map_of(t)),
               "r"(address(box)), "r"(t.n + c * 32), "r"(t.m + warp * 16), "r"(depth_of(t))
               : "memory");
         }
@@ -214,8 +214,10 @@ __global__ void __launch_bounds__(threads, 1)
     for (int i = 2 * S::stages; i < S::barriers; ++i) barrier_init(full + 8 * i, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if constexpr (S::cluster > 1) cluster_meet();
-  else __syncthreads();
+  if constexpr (S::cluster > 1)
+    cluster_meet();
+  else
+    __syncthreads();
 
   int stage = 0, phase = 0;
   const auto next = [&] {
@@ -242,7 +244,8 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
             for (int j = 0; j < share; ++j) {
               const int box = rank * share + j;
-              fetch_for_all(&x, at + (2 + box) * S::box_bytes, barrier, t.n + box * 64, t.begin + k, (1 << S::cluster) - 1);
+              fetch_for_all(&x, at + (2 + box) * S::box_bytes, barrier, t.n + box * 64, t.begin + k,
+                            (1 << S::cluster) - 1);
             }
           }
           next();
@@ -256,8 +259,9 @@ __global__ void __launch_bounds__(threads, 1)
       if (lane < S::cluster) barrier_arrive(empty + 8 * s, lane);
     };
     const int warp = threadIdx.x / 32;
-    Exit<S> exit{a, staged + warp * S::buffers * sums_box_bytes, arrivals + warp * 8 * S::buffers, warp, lane, rank, tiles,
-                 stride};
+    Exit<S> exit{
+        a,     staged + warp * S::buffers * sums_box_bytes, arrivals + warp * 8 * S::buffers, warp, lane, rank, tiles,
+        stride};
     float d[S::tile_n / 2];
     int index = exit.skip_empty(first);
     exit.begin(index);
@@ -385,8 +389,9 @@ const char* grouped_wgrad(const GroupedWgrad& p, CUstream_st* stream, int varian
 }  // namespace plumb::kernel
 
 // The same for callers without C++: benchmarks load the library and call this. Null, or what went wrong.
-extern "C" const char* plumb_grouped_wgrad(const void* dy, const void* x, const int32_t* ends, float* const* sums, int groups,
-                                           long rows, long out, long in, int accumulate, int variant, CUstream_st* stream) {
+extern "C" const char* plumb_grouped_wgrad(const void* dy, const void* x, const int32_t* ends, float* const* sums,
+                                           int groups, long rows, long out, long in, int accumulate, int variant,
+                                           CUstream_st* stream) {
   const plumb::kernel::GroupedWgrad problem{dy, x, ends, sums, groups, rows, out, in, accumulate != 0};
   if (!plumb::kernel::grouped_wgrad_fits(problem)) return "the kernel does not take this problem";
   return plumb::kernel::grouped_wgrad(problem, stream, variant);

@@ -13,14 +13,15 @@ Groups::Groups(const Tokens& tokens, int64_t experts, int64_t rows, c10::Device 
     : experts_(experts), rows_(rows) {
   const at::Tensor& counts = tokens.counts;
   if (!counts.defined() || counts.dim() != 1 || counts.size(0) != experts) {
-    throw Error(c10::str("token counts of shape ", counts.defined() ? counts.sizes() : at::IntArrayRef(), "; expected [",
-                         experts, "], one per expert"));
+    throw Error(c10::str("token counts of shape ", counts.defined() ? counts.sizes() : at::IntArrayRef(),
+                         "; expected [", experts, "], one per expert"));
   }
   if (!at::isIntegralType(counts.scalar_type(), /*includeBool=*/false)) {
     throw Error(c10::str("token counts are ", counts.scalar_type(), "; expected integers"));
   }
   if (!counts.is_cpu() && counts.device() != device) {
-    throw Error(c10::str("token counts are on ", counts.device(), "; expected the host or ", device, ", the input's device"));
+    throw Error(
+        c10::str("token counts are on ", counts.device(), "; expected the host or ", device, ", the input's device"));
   }
   if (rows > INT32_MAX) throw Error(c10::str(rows, " rows; at most ", INT32_MAX, " are supported"));
   at::NoGradGuard no_grad;

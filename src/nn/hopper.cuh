@@ -7,7 +7,9 @@
 
 namespace plumb::kernel {
 
-__device__ __forceinline__ uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -17,7 +19,8 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
   asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(barrier),
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}\n" ::"r"(
+          barrier),
       "r"(phase)
       : "memory");
 }
@@ -46,8 +49,8 @@ __device__ __forceinline__ void fetch(const CUtensorMap* map, uint32_t to, uint3
       "l"(map), "r"(barrier), "r"(column), "r"(row)
       : "memory");
 }
-__device__ __forceinline__ void fetch_for_all(const CUtensorMap* map, uint32_t to, uint32_t barrier, int column, int row,
-                                              uint16_t mask) {
+__device__ __forceinline__ void fetch_for_all(const CUtensorMap* map, uint32_t to, uint32_t barrier, int column,
+                                              int row, uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%3, %4}], [%2], %5;" ::"r"(to),

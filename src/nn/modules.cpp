@@ -48,8 +48,8 @@ void LinearImpl::backward_dw() { flush(store_); }
 namespace {
 
 // One parameter for all experts, or one each, registered under `name`.
-std::vector<at::Tensor> register_experts(torch::nn::Module& module, const std::string& name, Experts kind, int64_t experts,
-                                         int64_t out, int64_t in) {
+std::vector<at::Tensor> register_experts(torch::nn::Module& module, const std::string& name, Experts kind,
+                                         int64_t experts, int64_t out, int64_t in) {
   if (kind == Experts::grouped) return {module.register_parameter(name, fresh({experts, out, in}, in))};
   std::vector<at::Tensor> each;
   for (int64_t e = 0; e < experts; ++e) {
@@ -124,12 +124,13 @@ at::Tensor unpermute(const at::Tensor& y, const Routing& routing) {
 
 MoEImpl::MoEImpl(const MoEOptions& options) {
   router = register_module("router", Router(options.width, options.experts, options.top_k));
-  experts = register_module("experts", GroupedMLP(GroupedMLPOptions{.experts = options.experts,
-                                                                    .width = options.width,
-                                                                    .hidden = options.hidden,
-                                                                    .activation = options.activation,
-                                                                    .weights = options.weights,
-                                                                    .delay_wgrad_compute = options.delay_wgrad_compute}));
+  experts =
+      register_module("experts", GroupedMLP(GroupedMLPOptions{.experts = options.experts,
+                                                              .width = options.width,
+                                                              .hidden = options.hidden,
+                                                              .activation = options.activation,
+                                                              .weights = options.weights,
+                                                              .delay_wgrad_compute = options.delay_wgrad_compute}));
 }
 
 at::Tensor MoEImpl::forward(const at::Tensor& x) {

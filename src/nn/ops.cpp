@@ -45,8 +45,8 @@ bool any_wanted(const std::vector<Weight>& weights) {
 
 // Gradients that can be differentiated again: those of the same function made of plain operations. Aliases stand for
 // the inputs, so that no hook on an input sees this inner differentiation.
-variable_list differentiable(const std::function<at::Tensor(const variable_list&)>& function, const variable_list& inputs,
-                             const at::Tensor& dy) {
+variable_list differentiable(const std::function<at::Tensor(const variable_list&)>& function,
+                             const variable_list& inputs, const at::Tensor& dy) {
   const auto node = torch::autograd::get_current_node();
   variable_list aliases, wanted;
   std::vector<size_t> places;
@@ -96,14 +96,16 @@ struct LinearNode : torch::autograd::Function<LinearNode> {
     const auto weights = weights_at(1, 1);
     at::Tensor dweight;
     if (weights[0].wanted) {
-      dweight = deliver(dy, x.reshape({-1, weight.size(1)}).contiguous(), nullptr, weights, {Like(weight)}, kept->store)[0];
+      dweight =
+          deliver(dy, x.reshape({-1, weight.size(1)}).contiguous(), nullptr, weights, {Like(weight)}, kept->store)[0];
     }
     return {dx, dweight, dbias, {}};
   }
 };
 
 struct GroupedLinearNode : torch::autograd::Function<GroupedLinearNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights, const KeptPtr& kept) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights,
+                            const KeptPtr& kept) {
     keep(context, kept);
     variable_list saved = {x};
     saved.insert(saved.end(), weights.begin(), weights.end());
@@ -150,7 +152,8 @@ at::Tensor activation_gradient(const at::Tensor& da, const at::Tensor& h, Activa
 }
 
 struct GroupedMLPNode : torch::autograd::Function<GroupedMLPNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights, const KeptPtr& kept) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights,
+                            const KeptPtr& kept) {
     keep(context, kept);
     const std::vector<at::Tensor> up(weights.begin(), weights.begin() + kept->ups);
     const std::vector<at::Tensor> down(weights.begin() + kept->ups, weights.end());
@@ -175,7 +178,8 @@ struct GroupedMLPNode : torch::autograd::Function<GroupedMLPNode> {
       };
       return with_extra(differentiable(function, saved, outputs[0]), 1);
     }
-    const std::vector<at::Tensor> up(saved.begin() + 1, saved.begin() + split), down(saved.begin() + split, saved.end());
+    const std::vector<at::Tensor> up(saved.begin() + 1, saved.begin() + split),
+        down(saved.begin() + split, saved.end());
     const auto up_weights = weights_at(1, up.size()), down_weights = weights_at(1 + up.size(), down.size());
     const bool input = context->needs_input_grad(0);
     const at::Tensor dy = outputs[0].contiguous();
@@ -190,8 +194,7 @@ struct GroupedMLPNode : torch::autograd::Function<GroupedMLPNode> {
       }
     }
     if (any_wanted(down_weights)) {
-      auto made =
-          deliver(dy, activate(h, kept->activation), kept->groups, down_weights, likes_of(down), kept->store);
+      auto made = deliver(dy, activate(h, kept->activation), kept->groups, down_weights, likes_of(down), kept->store);
       std::move(made.begin(), made.end(), gradients.begin() + split);
     }
     return with_extra(std::move(gradients), 1);
@@ -207,8 +210,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return LinearNode::apply(x, weight, bias, kept);
 }
 
-at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights, std::shared_ptr<const Groups> groups,
-                          std::shared_ptr<WgradStore> store) {
+at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                          std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
   auto kept = c10::make_intrusive<Kept>();
   kept->store = std::move(store);
   kept->groups = std::move(groups);

@@ -17,8 +17,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
                   std::shared_ptr<WgradStore> store);
 
 // `weights`: one [experts, out, in], or one [out, in] per expert.
-at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights, std::shared_ptr<const Groups> groups,
-                          std::shared_ptr<WgradStore> store);
+at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                          std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store);
 
 at::Tensor grouped_mlp(const at::Tensor& x, const std::vector<at::Tensor>& up, const std::vector<at::Tensor>& down,
                        Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store);

@@ -13,7 +13,8 @@ at::Tensor of_expert(const std::vector<at::Tensor>& weights, int64_t e) {
 
 }  // namespace
 
-at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups, Side side) {
+at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
+                           Side side) {
   const bool forward = side == Side::forward;
   const int64_t columns = weights[0].size(forward ? -2 : -1);
   // libtorch's grouped product reads the counts on the device; it wants bf16, and rows and columns of 16 bytes.

@@ -12,7 +12,8 @@ namespace plumb::nn {
 enum class Side { forward, backward };  // x Wᵀ, or dy W
 
 // Not differentiable: the autograd nodes call it.
-at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups, Side side);
+at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
+                           Side side);
 
 // x Wᵀ out of plain operations, which autograd can differentiate as often as it likes. Waits for the counts.
 at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups);

@@ -38,7 +38,8 @@ inline bool encode(CUtensorMap& map, const void* data, int64_t rows, int64_t col
 
 // `groups` matrices of sums, `spacing` bytes apart.
 inline bool encode_sums(CUtensorMap& map, float* data, int64_t out, int64_t in, int64_t groups, int64_t spacing) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(in), static_cast<cuuint64_t>(out), static_cast<cuuint64_t>(groups)};
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(in), static_cast<cuuint64_t>(out),
+                              static_cast<cuuint64_t>(groups)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(in) * 4, static_cast<cuuint64_t>(spacing)};
   const cuuint32_t box[] = {32, 16, 1}, steps[] = {1, 1, 1};
   return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, data, sizes, strides, box, steps,

@@ -86,12 +86,14 @@ bool write_by_kernel([[maybe_unused]] const std::vector<GradTarget>& targets, [[
 
 // Whether libtorch's grouped product computes this without waiting for the counts.
 bool grouped_mm_takes(const at::Tensor& dy, const at::Tensor& x) {
-  return dy.is_cuda() && dy.scalar_type() == at::kBFloat16 && dy.size(0) > 0 && dy.size(1) % 8 == 0 && x.size(1) % 8 == 0;
+  return dy.is_cuda() && dy.scalar_type() == at::kBFloat16 && dy.size(0) > 0 && dy.size(1) % 8 == 0 &&
+         x.size(1) % 8 == 0;
 }
 
 }  // namespace
 
-void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x, const Groups* groups) {
+void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x,
+                 const Groups* groups) {
   at::NoGradGuard no_grad;
   if (groups == nullptr) {
     if (targets[0].buffer.defined()) write_one(targets[0].buffer, targets[0].accumulate, dy, x);
@@ -181,8 +183,9 @@ std::vector<at::Tensor> deliver(at::Tensor dy, at::Tensor x, std::shared_ptr<con
     if (!weights[i].wanted || slots[i].delivery.when == When::now) continue;
     delayed = true;
     if (!weights[i].leaf.defined()) {
-      throw Error("a delayed weight gradient has nowhere to go: the weight is computed from other tensors; "
-                  "delay_wgrad_compute needs weights that are parameters");
+      throw Error(
+          "a delayed weight gradient has nowhere to go: the weight is computed from other tensors; "
+          "delay_wgrad_compute needs weights that are parameters");
     }
   }
   WgradJob job(std::move(dy), std::move(x), std::move(groups), std::move(slots));

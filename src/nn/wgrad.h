@@ -15,7 +15,8 @@ namespace plumb::nn {
 
 // target (+)= dyᵀ x, for dy [rows, out] and x [rows, in]; with groups, for each group's rows and its own target, or its
 // part of one target [groups, out, in]. Targets without a buffer are passed over. No rows: zeros, or nothing added.
-void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x, const Groups* groups);
+void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x,
+                 const Groups* groups);
 
 class WgradJob {
  public:

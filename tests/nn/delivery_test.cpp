@@ -47,10 +47,10 @@ std::string name_of(const testing::TestParamInfo<Row>& info) {
   const Row& r = info.param;
   const char* const kinds[] = {"Linear", "GroupedLinear", "GroupedMLP"};
   const char* const owners[] = {"NoBuffer", "Plain", "Told"};
-  return std::string(kinds[static_cast<int>(r.kind)]) + (r.experts == nn::Experts::grouped ? "_OneWeight_" : "_EachItsWeight_") +
-         owners[static_cast<int>(r.owner)] + (r.delayed ? "_Delayed" : "_Now") +
-         (r.beta == Beta::accumulate ? "_Accumulate_" : "_Overwrite_") + (r.dtype == at::kFloat ? "f32" : "bf16") +
-         (r.device.is_cuda() ? "_cuda" : "_cpu");
+  return std::string(kinds[static_cast<int>(r.kind)]) +
+         (r.experts == nn::Experts::grouped ? "_OneWeight_" : "_EachItsWeight_") + owners[static_cast<int>(r.owner)] +
+         (r.delayed ? "_Delayed" : "_Now") + (r.beta == Beta::accumulate ? "_Accumulate_" : "_Overwrite_") +
+         (r.dtype == at::kFloat ? "f32" : "bf16") + (r.device.is_cuda() ? "_cuda" : "_cpu");
 }
 
 class DeliveryTable : public testing::TestWithParam<Row> {};
@@ -60,7 +60,8 @@ double tolerance(at::ScalarType dtype, bool into_f32) { return dtype == at::kFlo
 
 TEST_P(DeliveryTable, GivesAutogradTheBufferAndTheHooksWhatTheRowSays) {
   const Row& row = GetParam();
-  Subject subject({.kind = row.kind, .experts = row.experts, .delayed = row.delayed, .device = row.device, .dtype = row.dtype});
+  Subject subject(
+      {.kind = row.kind, .experts = row.experts, .delayed = row.delayed, .device = row.device, .dtype = row.dtype});
   const bool fused = row.owner != Owner::none;
   std::vector<std::shared_ptr<MainGradSink>> sinks;
   std::vector<at::Tensor> before;

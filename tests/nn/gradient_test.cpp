@@ -12,18 +12,20 @@ const Kind all_kinds[] = {Kind::linear, Kind::grouped_linear, Kind::grouped_mlp}
 std::vector<std::shared_ptr<StepSink>> own(const Subject& subject, Tell how = Tell::nothing) {
   std::vector<std::shared_ptr<StepSink>> sinks;
   for (const at::Tensor& weight : subject.weights) {
-    auto sink = std::make_shared<StepSink>(
-        at::full(weight.sizes(), std::numeric_limits<float>::quiet_NaN(),
-                 weight.options().dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).requires_grad(false)),
-        how);
+    auto sink =
+        std::make_shared<StepSink>(at::full(weight.sizes(), std::numeric_limits<float>::quiet_NaN(),
+                                            weight.options()
+                                                .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
+                                                .requires_grad(false)),
+                                   how);
     attach(weight, sink);
     sinks.push_back(sink);
   }
   return sinks;
 }
 
-void expect_sums(const std::vector<std::shared_ptr<StepSink>>& sinks, const std::vector<at::Tensor>& wanted, double times,
-                 double tolerance = 5e-6) {
+void expect_sums(const std::vector<std::shared_ptr<StepSink>>& sinks, const std::vector<at::Tensor>& wanted,
+                 double times, double tolerance = 5e-6) {
   for (size_t i = 0; i < sinks.size(); ++i) expect_close(f64(sinks[i]->buffer), wanted[i] * times, tolerance);
 }
 

@@ -14,7 +14,8 @@ at::Tensor plain_grouped(const at::Tensor& x, const std::vector<at::Tensor>& wei
   std::vector<at::Tensor> parts;
   int64_t begin = 0;
   for (size_t e = 0; e < counts.size(); ++e) {
-    const at::Tensor weight = weights.size() == 1 && weights[0].dim() == 3 ? weights[0][static_cast<int64_t>(e)] : weights[e];
+    const at::Tensor weight =
+        weights.size() == 1 && weights[0].dim() == 3 ? weights[0][static_cast<int64_t>(e)] : weights[e];
     parts.push_back(x.narrow(0, begin, counts[e]).mm(weight.t()));
     begin += counts[e];
   }
