@@ -54,7 +54,7 @@ void check(const Settings& s) {
   one_of("strategy", s.strategy, names);
   if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "gloo", "nccl", "local"});
   one_of("device", s.device, {"cpu", "cuda"});
-  one_of("model", s.model, {"gpt"});
+  one_of("model", s.model, {"gpt", "moe"});
   one_of("dtype", s.dtype, {"f32", "bf16"});
   if (s.backend == "nccl" && s.device != "cuda") throw UsageError("--backend nccl needs --device cuda");
   above_zero("timeout", s.timeout);
@@ -67,6 +67,8 @@ void check(const Settings& s) {
                                                                   {"heads", s.heads},
                                                                   {"width", s.width},
                                                                   {"context", s.context},
+                                                                  {"experts", s.experts},
+                                                                  {"top-k", s.top_k},
                                                                   {"steps", s.steps},
                                                                   {"batch", s.batch},
                                                                   {"accumulate", s.accumulate},
@@ -74,6 +76,8 @@ void check(const Settings& s) {
     at_least<int64_t>(flag, value, 1);
   }
   at_most<int64_t>("digits", s.digits, 9);
+  at_most<int64_t>("experts", s.experts, 10'000);
+  at_most<int64_t>("top-k", s.top_k, s.experts);
   at_most<int64_t>("layers", s.layers, 10'000);
   at_most<int64_t>("width", s.width, 1'000'000);
   at_most<int64_t>("context", s.context, 10'000'000);

@@ -31,6 +31,8 @@ struct Settings {
   int64_t heads = 4;
   int64_t width = 96;
   int64_t context = 64;
+  int64_t experts = 8;  // of --model moe
+  int64_t top_k = 2;
   std::string dtype = "f32";
   // task
   std::string data;  // empty: integer addition

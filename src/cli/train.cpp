@@ -100,7 +100,9 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                   .heads = s.heads,
                                   .width = s.width,
                                   .context = s.context,
-                                  .vocabulary = task.vocabulary()},
+                                  .vocabulary = task.vocabulary(),
+                                  .experts = s.model == "moe" ? s.experts : 0,
+                                  .top_k = s.top_k},
                    static_cast<uint64_t>(s.seed));
   model->to(device, s.dtype == "bf16" ? at::kBFloat16 : at::kFloat);
   Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
@@ -109,7 +111,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   for (const auto& p : model->parameters()) params += p.numel();
   Console console(s, world.rank() == 0);
   report::Folder folder(world.rank() == 0 ? s.out : "");
-  console.begin("gpt with " + report::human_count(params) + " parameters learns " + task.name() + " on " +
+  console.begin(s.model + " with " + report::human_count(params) + " parameters learns " + task.name() + " on " +
                 std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " + world.backend() +
                 ", " + s.dtype + ")");
 

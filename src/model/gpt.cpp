@@ -12,11 +12,18 @@ namespace plumb::model {
 
 namespace nn = torch::nn;
 
-BlockImpl::BlockImpl(int64_t width, int64_t heads) : heads_(heads) {
+BlockImpl::BlockImpl(const GptSize& size) : heads_(size.heads) {
+  const int64_t width = size.width;
   attention_norm_ = register_module("attention_norm", nn::LayerNorm(nn::LayerNormOptions({width})));
   qkv_ = register_module("qkv", nn::Linear(width, 3 * width));
   out_ = register_module("out", nn::Linear(width, width));
   mlp_norm_ = register_module("mlp_norm", nn::LayerNorm(nn::LayerNormOptions({width})));
+  if (size.experts > 0) {
+    moe_ =
+        register_module("moe", plumb::nn::MoE(plumb::nn::MoEOptions{
+                                   .width = width, .hidden = 2 * width, .experts = size.experts, .top_k = size.top_k}));
+    return;
+  }
   up_ = register_module("up", nn::Linear(width, 4 * width));
   down_ = register_module("down", nn::Linear(4 * width, width));
 }
@@ -27,7 +34,8 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
   const auto attended = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
                                                          /*is_causal=*/true);
   const auto y = x + out_(attended.transpose(1, 2).reshape({batch, length, width}));
-  return y + down_(at::gelu(up_(mlp_norm_(y)), "tanh"));
+  const auto z = mlp_norm_(y);
+  return y + (moe_ ? moe_(z) : down_(at::gelu(up_(z), "tanh")));
 }
 
 GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
@@ -41,7 +49,7 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   tokens_ = register_module("tokens", nn::Embedding(size.vocabulary, size.width));
   positions_ = register_module("positions", nn::Embedding(size.context, size.width));
   blocks_ = register_module("blocks", nn::ModuleList());
-  for (int64_t i = 0; i < size.layers; ++i) blocks_->push_back(Block(size.width, size.heads));
+  for (int64_t i = 0; i < size.layers; ++i) blocks_->push_back(Block(size));
   norm_ = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({size.width})));
   head_ = register_module("head", nn::Linear(nn::LinearOptions(size.width, size.vocabulary).bias(false)));
 
@@ -52,7 +60,8 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   for (auto& item : named_parameters()) {
     const std::string& name = item.key();
     at::Tensor& p = item.value();
-    const bool into_residual = name.ends_with(".out.weight") || name.ends_with(".down.weight");
+    const bool into_residual =
+        name.ends_with(".out.weight") || name.ends_with(".down.weight") || name.ends_with(".experts.down");
     if (p.dim() > 1) {
       p.normal_(0.0, 0.02 * (into_residual ? residual : 1.0), generator);
     } else if (name.ends_with(".bias")) {

@@ -1,4 +1,4 @@
-// A small GPT in plain torch::nn modules, for the program and the benchmarks.
+// A small GPT, for the program and the benchmarks: plain torch::nn modules, or with a mixture of experts in each block.
 #pragma once
 
 #include <torch/nn/modules/container/modulelist.h>
@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "plumb/nn.h"
+
 namespace plumb::model {
 
 struct GptSize {
@@ -16,18 +18,21 @@ struct GptSize {
   int64_t width = 128;   // divisible by heads
   int64_t context = 64;  // the longest sequence
   int64_t vocabulary = 256;
+  int64_t experts = 0;  // of the mixture in each block; 0: one dense mlp
+  int64_t top_k = 2;    // experts that a token goes to
 };
 
 // Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl(int64_t width, int64_t heads);
+  explicit BlockImpl(const GptSize& size);
   at::Tensor forward(const at::Tensor& x);
 
  private:
   int64_t heads_;
   torch::nn::LayerNorm attention_norm_{nullptr}, mlp_norm_{nullptr};
   torch::nn::Linear qkv_{nullptr}, out_{nullptr}, up_{nullptr}, down_{nullptr};
+  plumb::nn::MoE moe_{nullptr};  // in the place of up and down
 };
 TORCH_MODULE(Block);
 

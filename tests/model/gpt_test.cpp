@@ -37,6 +37,16 @@ TEST(Gpt, SeesNoLaterToken) {
   EXPECT_FALSE(at::allclose(before.narrow(1, 5, 3), after.narrow(1, 5, 3)));
 }
 
+TEST(Gpt, TakesAMixtureOfExpertsAndReachesEveryParameterOfIt) {
+  GptSize size = kSmall;
+  size.experts = 3;
+  Gpt gpt(size, 7);
+  const auto tokens = at::arange(16, at::kLong).remainder(11).view({2, 8});
+  gpt->forward(tokens).square().sum().backward();
+  for (const auto& item : gpt->named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
+  EXPECT_EQ(gpt->named_parameters()["blocks.0.moe.experts.up"].sizes(), at::IntArrayRef({3, 64, 16}));
+}
+
 TEST(Gpt, ReachesEveryParameter) {
   Gpt gpt(kSmall, 7);
   gpt->forward(at::ones({2, 8}, at::kLong)).square().sum().backward();

@@ -1,0 +1,146 @@
+// Modules that write their weight gradients themselves, into the buffer of whoever owns it (see plumb/fused.h).
+//
+// Without a sink they behave as plain modules do. With `delay_wgrad_compute`, a backward computes only the gradient of
+// the input; backward_dw() computes the weight gradients later, in the order of the backwards.
+#pragma once
+
+#include <plumb/fused.h>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace plumb::nn {
+
+class WgradStore;
+
+// How many rows of the input each expert gets, rows of the first expert first: an integer tensor of one entry per
+// expert, on the host (then it is checked) or on the input's device (then it is never waited for).
+struct Tokens {
+  static Tokens sizes(at::Tensor per_expert) { return {std::move(per_expert), false}; }
+  static Tokens ends(at::Tensor running_sum) { return {std::move(running_sum), true}; }
+  at::Tensor counts;
+  bool are_ends = false;
+};
+
+struct LinearOptions {
+  int64_t in = 0, out = 0;
+  bool bias = true;
+  bool delay_wgrad_compute = false;
+};
+
+// y = x Wᵀ + b. Weight [out, in].
+class LinearImpl : public torch::nn::Module {
+ public:
+  explicit LinearImpl(const LinearOptions& options);
+  at::Tensor forward(const at::Tensor& x);
+  void backward_dw();
+
+  at::Tensor weight, bias;
+
+ private:
+  std::shared_ptr<WgradStore> store_;  // null: weight gradients are not delayed
+};
+TORCH_MODULE(Linear);
+
+enum class Experts {
+  grouped,   // one parameter [experts, out, in]
+  separate,  // one parameter [out, in] per expert
+};
+
+struct GroupedLinearOptions {
+  int64_t experts = 0, in = 0, out = 0;
+  Experts weights = Experts::grouped;
+  bool delay_wgrad_compute = false;
+};
+
+// Expert e's rows of x times its own weight, transposed. No bias.
+class GroupedLinearImpl : public torch::nn::Module {
+ public:
+  explicit GroupedLinearImpl(const GroupedLinearOptions& options);
+  // x [rows, in], rows sorted by expert. Returns [rows, out].
+  at::Tensor forward(const at::Tensor& x, const Tokens& tokens);
+  void backward_dw();
+
+  std::vector<at::Tensor> weights;  // one, or one per expert
+
+ private:
+  int64_t experts_;
+  std::shared_ptr<WgradStore> store_;
+};
+TORCH_MODULE(GroupedLinear);
+
+enum class Activation { swiglu, gelu };
+
+struct GroupedMLPOptions {
+  int64_t experts = 0, width = 0, hidden = 0;
+  Activation activation = Activation::swiglu;
+  Experts weights = Experts::grouped;
+  bool delay_wgrad_compute = false;
+};
+
+// down(activation(up(x))) per expert as one node: saves the input and what goes into the activation, and computes the
+// activation again in the backward. With SwiGLU, `up` has 2 * hidden rows: gate first, then the values it gates.
+class GroupedMLPImpl : public torch::nn::Module {
+ public:
+  explicit GroupedMLPImpl(const GroupedMLPOptions& options);
+  at::Tensor forward(const at::Tensor& x, const Tokens& tokens);
+  void backward_dw();
+
+  std::vector<at::Tensor> up, down;
+
+ private:
+  int64_t experts_;
+  Activation activation_;
+  std::shared_ptr<WgradStore> store_;
+};
+TORCH_MODULE(GroupedMLP);
+
+// What a router decided: each of T tokens goes to k experts.
+struct Routing {
+  at::Tensor weights;  // [T, k], sums to 1 per token; differentiable
+  at::Tensor order;    // int64 [T k]: the (token, choice) pairs sorted by expert; pair i is token i / k
+  at::Tensor sizes;    // int64 [experts], on the tokens' device
+};
+
+// The `top_k` experts of softmax(x Wᵀ), in f32, their weights scaled to sum to 1.
+class RouterImpl : public torch::nn::Module {
+ public:
+  RouterImpl(int64_t width, int64_t experts, int64_t top_k);
+  Routing forward(const at::Tensor& x);  // x [T, width]
+
+  at::Tensor weight;
+
+ private:
+  int64_t top_k_;
+};
+TORCH_MODULE(Router);
+
+// Rows of x [T, width], once for each choice, sorted by expert: [T k, width]; and back, weighted: [T, width].
+at::Tensor permute(const at::Tensor& x, const Routing& routing);
+at::Tensor unpermute(const at::Tensor& y, const Routing& routing);
+
+struct MoEOptions {
+  int64_t width = 0, hidden = 0, experts = 8, top_k = 2;
+  Activation activation = Activation::swiglu;
+  Experts weights = Experts::grouped;
+  bool delay_wgrad_compute = false;
+};
+
+// Router, permute, GroupedMLP, unpermute. Every token is served: there is no capacity, so a token's result depends on
+// that token alone.
+class MoEImpl : public torch::nn::Module {
+ public:
+  explicit MoEImpl(const MoEOptions& options);
+  at::Tensor forward(const at::Tensor& x);  // [..., width]
+  void backward_dw() { experts->backward_dw(); }
+
+  Router router{nullptr};
+  GroupedMLP experts{nullptr};
+};
+TORCH_MODULE(MoE);
+
+}  // namespace plumb::nn

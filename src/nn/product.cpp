@@ -1,0 +1,50 @@
+#include "nn/product.h"
+
+#include <ATen/ATen.h>
+
+namespace plumb::nn {
+namespace {
+
+bool is_grouped(const std::vector<at::Tensor>& weights) { return weights.size() == 1 && weights[0].dim() == 3; }
+
+at::Tensor of_expert(const std::vector<at::Tensor>& weights, int64_t e) {
+  return is_grouped(weights) ? weights[0].select(0, e) : weights[e];
+}
+
+}  // namespace
+
+at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
+                           Side side) {
+  const bool forward = side == Side::forward;
+  const int64_t columns = weights[0].size(forward ? -2 : -1);
+  // libtorch's grouped product reads the counts on the device; it wants bf16, and rows and columns of 16 bytes.
+  if (x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.size(0) > 0 && x.size(1) % 8 == 0 && columns % 8 == 0) {
+    const at::Tensor all = is_grouped(weights) ? weights[0] : at::stack(weights);
+    return at::_grouped_mm(x, forward ? all.transpose(-2, -1) : all, groups.ends());
+  }
+  at::Tensor y = at::empty({x.size(0), columns}, x.options());
+  int64_t begin = 0;
+  for (int64_t e = 0; e < groups.experts(); ++e) {
+    const int64_t rows = groups.sizes()[e];
+    if (rows > 0) {
+      at::Tensor part = y.narrow(0, begin, rows);
+      const at::Tensor weight = of_expert(weights, e);
+      at::mm_out(part, x.narrow(0, begin, rows), forward ? weight.t() : weight);
+    }
+    begin += rows;
+  }
+  return y;
+}
+
+at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups) {
+  std::vector<at::Tensor> parts;
+  int64_t begin = 0;
+  for (int64_t e = 0; e < groups.experts(); ++e) {
+    const int64_t rows = groups.sizes()[e];
+    parts.push_back(x.narrow(0, begin, rows).mm(of_expert(weights, e).t()));
+    begin += rows;
+  }
+  return at::cat(parts);
+}
+
+}  // namespace plumb::nn

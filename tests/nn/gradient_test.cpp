@@ -1,0 +1,344 @@
+// Gradients of the modules against plain operations and finite differences, in every pattern of backwards.
+#include <torch/torch.h>
+
+#include "nn/support/fused.h"
+#include "plumb/error.h"
+
+namespace plumb::test {
+namespace {
+
+const Kind all_kinds[] = {Kind::linear, Kind::grouped_linear, Kind::grouped_mlp};
+
+std::vector<std::shared_ptr<StepSink>> own(const Subject& subject, Tell how = Tell::nothing) {
+  std::vector<std::shared_ptr<StepSink>> sinks;
+  for (const at::Tensor& weight : subject.weights) {
+    auto sink =
+        std::make_shared<StepSink>(at::full(weight.sizes(), std::numeric_limits<float>::quiet_NaN(),
+                                            weight.options()
+                                                .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
+                                                .requires_grad(false)),
+                                   how);
+    attach(weight, sink);
+    sinks.push_back(sink);
+  }
+  return sinks;
+}
+
+void expect_sums(const std::vector<std::shared_ptr<StepSink>>& sinks, const std::vector<at::Tensor>& wanted,
+                 double times, double tolerance = 5e-6) {
+  for (size_t i = 0; i < sinks.size(); ++i) expect_close(f64(sinks[i]->buffer), wanted[i] * times, tolerance);
+}
+
+TEST(Fused, EqualsTheUnfusedModuleForAnyTokensPerExpert) {
+  for (const at::Device& device : devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const Counts& counts : {Counts{0, 1, 17, 33, 0}, Counts{64, 0, 0}, Counts{0, 0, 50}, Counts{1}, Counts{0, 0},
+                                   Counts{16, 32, 48}, Counts{130, 7, 129}}) {
+        for (const Kind kind : {Kind::grouped_linear, Kind::grouped_mlp}) {
+          for (const nn::Experts experts : {nn::Experts::grouped, nn::Experts::separate}) {
+            for (const nn::Activation activation : {nn::Activation::swiglu, nn::Activation::gelu}) {
+              if (kind == Kind::grouped_linear && activation == nn::Activation::gelu) continue;
+              Subject subject({kind, experts, activation, false, device, dtype, counts});
+              const double tolerance = dtype == at::kFloat ? 5e-6 : 1e-2;
+              const auto wanted = subject.reference(subject.x, subject.dy);
+              auto sinks = own(subject);
+              const at::Tensor y = subject.forward(subject.x);
+              std::vector<at::Tensor> copies;
+              for (const at::Tensor& weight : subject.weights) copies.push_back(f64(weight));
+              const at::Tensor x = f64(subject.x).requires_grad_();
+              const at::Tensor plain = subject.plain(x, copies);
+              expect_close(y, plain, tolerance);
+              for (int step = 1; step <= 2; ++step) {
+                subject.x.mutable_grad().reset();
+                subject.forward(subject.x).backward(subject.dy);
+                expect_sums(sinks, wanted, step, tolerance);
+                for (const auto& sink : sinks) EXPECT_EQ(sink->delivered, step) << "no tokens still counts";
+              }
+              plain.backward(f64(subject.dy));
+              if (x.numel() > 0) expect_close(subject.x.grad(), x.grad(), tolerance);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Fused, AgreesWithFiniteDifferencesInF64) {
+  for (const Kind kind : all_kinds) {
+    for (const nn::Activation activation : {nn::Activation::swiglu, nn::Activation::gelu}) {
+      Subject subject({.kind = kind, .activation = activation, .dtype = at::kDouble, .counts = {2, 0, 3}});
+      auto sinks = own(subject);
+      const auto loss = [&](const at::Tensor& x) { return (subject.forward(x) * subject.dy).sum(); };
+      subject.forward(subject.x).backward(subject.dy);
+      std::vector<at::Tensor> values = {subject.x}, gradients = {subject.x.grad()};
+      for (size_t i = 0; i < sinks.size(); ++i) {
+        values.push_back(subject.weights[i]);
+        gradients.push_back(sinks[i]->buffer);
+      }
+      at::NoGradGuard no_grad;
+      for (size_t v = 0; v < values.size(); ++v) {
+        const at::Tensor flat = values[v].view(-1);
+        const double h = 1e-5;
+        for (int64_t i = 0; i < flat.numel(); i += 7) {
+          const double old = flat[i].item<double>();
+          flat[i] = old + h;
+          const double above = loss(subject.x).item<double>();
+          flat[i] = old - h;
+          const double below = loss(subject.x).item<double>();
+          flat[i] = old;
+          EXPECT_NEAR(gradients[v].view(-1)[i].item<double>(), (above - below) / (2 * h), 1e-6);
+        }
+      }
+    }
+  }
+}
+
+TEST(Fused, SumsMicroBatchesIntoTheSameBuffer) {
+  for (const Kind kind : all_kinds) {
+    for (const Tell how : {Tell::nothing, Tell::by_stand_in}) {
+      Subject subject({.kind = kind});
+      auto sinks = own(subject, how);
+      const auto wanted = subject.reference(subject.x, subject.dy);
+      for (int micro = 1; micro <= 4; ++micro) {
+        subject.forward(subject.x).backward(subject.dy);
+        expect_sums(sinks, wanted, micro);
+      }
+    }
+  }
+}
+
+TEST(Fused, KeepsTheFlagUntilItsOwnerResetsIt) {
+  Subject subject({.kind = Kind::linear});
+  const at::Tensor& weight = subject.weights[0];
+  auto sink = attach_main_grad(weight, {.main_grad = at::zeros_like(weight), .grad_added_to_main_grad = false});
+  const auto wanted = subject.reference(subject.x, subject.dy);
+  for (int micro = 1; micro <= 3; ++micro) {
+    const at::Tensor y = subject.forward(subject.x);
+    EXPECT_EQ(*sink->facts.grad_added_to_main_grad, micro > 1);
+    y.backward(subject.dy);
+    EXPECT_TRUE(*sink->facts.grad_added_to_main_grad);
+    expect_close(sink->facts.main_grad, wanted[0] * micro, 1e-5);
+  }
+}
+
+TEST(Fused, WalksARetainedGraphAgain) {
+  for (const Kind kind : all_kinds) {
+    for (const bool delayed : {false, true}) {
+      Subject subject({.kind = kind, .delayed = delayed});
+      auto sinks = own(subject);
+      const auto wanted = subject.reference(subject.x, subject.dy);
+      const at::Tensor y = subject.forward(subject.x);
+      y.backward(subject.dy, /*retain_graph=*/true);
+      y.backward(subject.dy);
+      if (delayed) {
+        for (const auto& sink : sinks) EXPECT_EQ(sink->outstanding, 2);
+        subject.backward_dw();
+      }
+      expect_sums(sinks, wanted, 2);
+      for (const auto& sink : sinks) EXPECT_EQ(sink->delivered, 2);
+    }
+  }
+}
+
+TEST(Fused, ServesAWeightThatIsUsedTwiceAndElsewhereToo) {
+  Subject subject({.kind = Kind::linear, .dtype = at::kDouble});
+  auto sinks = own(subject);
+  Watch watch(subject.weights[0]);
+  const auto wanted = subject.reference(subject.x, subject.dy);
+  const at::Tensor plain = at::linear(subject.x, subject.weights[0]);
+  (subject.forward(subject.x) + subject.forward(subject.x) + plain).backward(subject.dy);
+  expect_sums(sinks, wanted, 2);
+  expect_close(subject.weights[0].grad(), wanted[0], 1e-12);  // the plain use comes through autograd
+  EXPECT_EQ(watch.seen->fired, 1);
+}
+
+// The recomputation runs the forward again inside the backward, as activation checkpointing does.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const Subject* subject) {
+    context->save_for_backward({x});
+    context->saved_data["subject"] = reinterpret_cast<int64_t>(subject);
+    return subject->forward(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& outputs) {
+    const auto* subject = reinterpret_cast<const Subject*>(context->saved_data["subject"].toInt());
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    at::AutoGradMode on(true);
+    subject->forward(x).backward(outputs[0]);
+    return {x.grad(), {}};
+  }
+};
+
+TEST(Fused, ContributesOnceUnderRecomputation) {
+  for (const Kind kind : all_kinds) {
+    for (const bool delayed : {false, true}) {
+      Subject subject({.kind = kind, .delayed = delayed});
+      auto sinks = own(subject);
+      const auto wanted = subject.reference(subject.x, subject.dy);
+      Recomputed::apply(subject.x, &subject).backward(subject.dy);
+      if (delayed) subject.backward_dw();
+      expect_sums(sinks, wanted, 1);
+      for (const auto& sink : sinks) EXPECT_EQ(sink->delivered, 1);
+    }
+  }
+}
+
+TEST(Fused, LeavesTheBufferAloneUnderAutogradGrad) {
+  for (const Kind kind : all_kinds) {
+    for (const bool delayed : {false, true}) {
+      for (const Tell how : {Tell::nothing, Tell::by_stand_in}) {
+        Subject subject({.kind = kind, .delayed = delayed});
+        auto sinks = own(subject, how);
+        const auto wanted = subject.reference(subject.x, subject.dy);
+        const at::Tensor y = subject.forward(subject.x);
+        std::vector<at::Tensor> inputs = subject.weights;
+        inputs.push_back(subject.x);
+        const auto gradients = torch::autograd::grad({y}, inputs, {subject.dy}, /*retain_graph=*/true);
+        for (size_t i = 0; i < sinks.size(); ++i) {
+          expect_close(gradients[i], wanted[i], 5e-6);
+          EXPECT_EQ(sinks[i]->delivered + sinks[i]->outstanding, 0);
+          EXPECT_TRUE(sinks[i]->buffer.isnan().all().item<bool>());
+        }
+        torch::autograd::grad({y}, {subject.x}, {subject.dy}, /*retain_graph=*/true);
+        EXPECT_EQ(sinks[0]->delivered + sinks[0]->outstanding, 0);
+        // Named as an input of backward(), a weight accumulates as ever; the others get nothing.
+        y.backward(subject.dy, false, false, std::vector<at::Tensor>{subject.weights[0]});
+        if (delayed) subject.backward_dw();
+        for (size_t i = 0; i < sinks.size(); ++i) EXPECT_EQ(sinks[i]->delivered, i == 0 ? 1 : 0);
+        expect_close(sinks[0]->buffer, wanted[0], 5e-6);
+        EXPECT_FALSE(subject.x.grad().defined());
+      }
+    }
+  }
+}
+
+TEST(Fused, GivesGradientsThatCanBeDifferentiatedAgain) {
+  for (const Kind kind : all_kinds) {
+    Subject subject({.kind = kind, .dtype = at::kDouble, .counts = {2, 0, 3}});
+    auto sinks = own(subject);
+    int hooked = 0;
+    subject.weights[0].register_hook([&](const at::Tensor& gradient) { hooked += gradient.defined() ? 1 : 0; });
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& weight : subject.weights) copies.push_back(f64(weight).requires_grad_());
+    const at::Tensor x = f64(subject.x).requires_grad_();
+    const auto penalty = [&](const at::Tensor& y, const at::Tensor& input, const std::vector<at::Tensor>& weights) {
+      auto inputs = weights;
+      inputs.push_back(input);
+      at::Tensor sum = y.pow(2).sum();
+      for (const auto& g : torch::autograd::grad({y.sin().sum()}, inputs, {}, true, /*create_graph=*/true)) {
+        sum = sum + g.pow(2).sum();
+      }
+      return sum;
+    };
+    const auto wanted = torch::autograd::grad({penalty(subject.plain(x, copies), x, copies)}, copies);
+    const at::Tensor y = subject.forward(subject.x);
+    const at::Tensor loss = penalty(y, subject.x, subject.weights);
+    EXPECT_EQ(hooked, 1);
+    EXPECT_EQ(sinks[0]->delivered, 0);
+    const auto got = torch::autograd::grad({loss}, subject.weights, {}, true);
+    for (size_t i = 0; i < wanted.size(); ++i) expect_close(got[i], wanted[i], 1e-10);
+    // A backward() that may be differentiated again delivers through autograd.
+    subject.forward(subject.x).backward(subject.dy, true, /*create_graph=*/true);
+    EXPECT_EQ(sinks[0]->delivered, 0);
+    EXPECT_TRUE(subject.weights[0].grad().requires_grad());
+    for (auto& weight : subject.weights) weight.mutable_grad().reset();  // breaks the cycle of weight and graph
+    subject.x.mutable_grad().reset();
+  }
+}
+
+TEST(Delayed, KeepsTheOrderAndLetsGoOfWhatItKept) {
+  for (const Kind kind : all_kinds) {
+    Subject subject({.kind = kind, .delayed = true});
+    auto sinks = own(subject);
+    const auto wanted = subject.reference(subject.x, subject.dy);
+    at::Tensor dy = subject.dy.clone();
+    subject.forward(subject.x).backward(dy);
+    EXPECT_TRUE(subject.x.grad().defined()) << "the input's gradient is not delayed";
+    EXPECT_GT(dy.use_count(), 1) << "kept";
+    EXPECT_EQ(sinks[0]->outstanding, 1);
+    EXPECT_EQ(sinks[0]->delivered, 0);
+    subject.backward_dw();
+    EXPECT_EQ(dy.use_count(), 1) << "let go";
+    expect_sums(sinks, wanted, 1);
+    subject.backward_dw();  // nothing is left to do
+    expect_sums(sinks, wanted, 1);
+  }
+}
+
+TEST(Delayed, StaysOutstandingWhenItFailsAndWhenItsModuleDies) {
+  auto subject = std::make_unique<Subject>(test::Setup{.kind = Kind::linear, .delayed = true});
+  auto sinks = own(*subject);
+  const auto wanted = subject->reference(subject->x, subject->dy);
+  subject->forward(subject->x).backward(subject->dy);
+  subject->forward(subject->x).backward(subject->dy);
+  const at::Tensor good = sinks[0]->buffer;
+  sinks[0]->buffer = at::zeros({1});
+  EXPECT_THROW(subject->backward_dw(), Error);
+  EXPECT_EQ(sinks[0]->outstanding, 2);
+  sinks[0]->buffer = good;
+  subject->backward_dw();
+  EXPECT_EQ(sinks[0]->outstanding, 0);
+  expect_sums(sinks, wanted, 2);
+  subject->forward(subject->x).backward(subject->dy);
+  subject.reset();
+  EXPECT_EQ(sinks[0]->outstanding, 1) << "the owner must notice at its next step";
+}
+
+TEST(Delayed, NeedsAModuleThatDelaysAndWeightsThatAreParameters) {
+  Subject now({.kind = Kind::linear});
+  EXPECT_THROW(now.backward_dw(), Error);
+}
+
+TEST(BadTokens, AreAnErrorBeforeAnything) {
+  nn::GroupedLinear grouped(nn::GroupedLinearOptions{.experts = 3, .in = 8, .out = 8});
+  const at::Tensor x = at::randn({10, 8});
+  const auto error_of = [&](const nn::Tokens& tokens, const at::Tensor& input) -> std::string {
+    try {
+      grouped->forward(input, tokens);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  using nn::Tokens;
+  using testing::HasSubstr;
+  EXPECT_THAT(error_of(Tokens::sizes(at::tensor({3, 3, 3})), x), HasSubstr("add up to 9; expected 10"));
+  EXPECT_THAT(error_of(Tokens::sizes(at::tensor({12, -2, 0})), x), HasSubstr("expert 1 is given -2 tokens"));
+  EXPECT_THAT(error_of(Tokens::ends(at::tensor({4, 3, 10})), x), HasSubstr("expert 1 is given -1 tokens"));
+  EXPECT_THAT(error_of(Tokens::ends(at::tensor({4, 6, 11})), x), HasSubstr("add up to 11; expected 10"));
+  EXPECT_THAT(error_of(Tokens::sizes(at::tensor({5, 5})), x), HasSubstr("token counts of shape [2]; expected [3]"));
+  EXPECT_THAT(error_of(Tokens::sizes(at::tensor({5.0, 5.0, 0.0})), x), HasSubstr("expected integers"));
+  EXPECT_THAT(error_of(Tokens::sizes(at::tensor({5, 5, 0})), at::randn({10, 9})), HasSubstr("expected [rows, 8]"));
+  EXPECT_EQ(error_of(Tokens::ends(at::tensor({5, 5, 10})), x), "no error");
+}
+
+TEST(MoE, RoutesEveryTokenAndTrainsItsRouter) {
+  torch::manual_seed(3);
+  nn::MoE moe(nn::MoEOptions{.width = 16, .hidden = 8, .experts = 5, .top_k = 2});
+  const at::Tensor x = at::randn({4, 7, 16}).requires_grad_();
+  const nn::Routing routing = moe->router->forward(x.view({-1, 16}));
+  EXPECT_EQ(routing.sizes.sum().item<int64_t>(), 4 * 7 * 2);
+  expect_close(routing.weights.sum(-1), at::ones({28}), 1e-6);
+  expect_close(nn::unpermute(nn::permute(x.view({-1, 16}), routing), routing), x.view({-1, 16}), 1e-6);
+
+  // Token by token, with the weights of its experts.
+  const at::Tensor y = moe->forward(x);
+  at::Tensor wanted = at::zeros({28, 16});
+  const at::Tensor chances = at::softmax(x.view({-1, 16}).mm(moe->router->weight.t()), -1);
+  for (int64_t t = 0; t < 28; ++t) {
+    auto [best, experts] = chances[t].topk(2);
+    best = best / best.sum();
+    for (int64_t k = 0; k < 2; ++k) {
+      const int64_t e = experts[k].item<int64_t>();
+      const auto h = at::mv(moe->experts->up[0][e], x.view({-1, 16})[t]).chunk(2);
+      wanted[t] += best[k] * at::mv(moe->experts->down[0][e], at::silu(h[0]) * h[1]);
+    }
+  }
+  expect_close(y.view({-1, 16}), wanted, 1e-5);
+  y.pow(2).sum().backward();
+  EXPECT_GT(moe->router->weight.grad().norm().item<double>(), 0.0);
+}
+
+}  // namespace
+}  // namespace plumb::test
