@@ -94,7 +94,7 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
   ledger_.delivered(sink.index);
   open_incoming(bucket);
   const double scale = deterministic_ ? 1.0 : 1.0 / data_.size();
-  sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), scale);
+  sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), sink.raw ? 1.0 : scale);
   bucket.producers.wrote(bucket.incoming.device());
   ledger_.settled(sink.index);
 }
@@ -109,7 +109,9 @@ void Reducer::complete_incoming(Bucket& bucket, double scale) {
     const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
     for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
     try {
-      sink.hand_over(place, scale);
+      sink.hand_over(place, sink.raw ? 1.0 : scale);
+      if (sink.raw && scale != 1.0) place.mul_(scale);
+      sink.raw = false;
     } catch (...) {
       // The others wait for this reduction all the same; the failure is told when the pass closes.
       if (!failure_) failure_ = std::current_exception();

@@ -113,6 +113,7 @@ void Reducer::hook(Sink& sink) {
   sink.accumulator->add_post_hook(std::make_unique<PostHook>([weak, target](const at::Tensor& gradient) {
     if (auto self = weak.lock()) self->after_accumulation(*target, gradient);
   }));
+  offer_fused(sink);
 }
 
 void Reducer::place(const Layout& layout, const std::vector<int>& indices) {

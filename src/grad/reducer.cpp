@@ -17,10 +17,8 @@ constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
 
 // ---- one gradient
 
-at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
-  Lock lock(mutex_);
-  if (stopped_) return gradient;
-  check_alive();
+// Opens the pass if this is its first gradient, and makes the bucket ready for another contribution.
+void Reducer::join_pass(Sink& sink, bool contributes) {
   if (!open_) open_pass();
   const int task = torch::autograd::get_current_graph_task_id();
   if (task != last_task_ && task >= 0) {
@@ -34,8 +32,16 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
     bucket.late = true;
     ledger_.late(bucket.index);
     // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
-    if (gradient.defined()) sink.adopt(true);
+    if (contributes) sink.adopt(true);
   }
+}
+
+at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
+  Lock lock(mutex_);
+  if (stopped_) return gradient;
+  check_alive();
+  join_pass(sink, gradient.defined());
+  Bucket& bucket = buckets_[sink.slot.bucket];
   if (eaten_) {
     if (gradient.defined()) take(sink, gradient);
     return {};
@@ -92,7 +98,7 @@ void Reducer::open_pass() {
       hook(*sink);
       sink->expected = std::max(1, sink->deliveries);
       sink->deliveries = sink->unsettled = sink->taken = 0;
-      sink->given = false;
+      sink->given = sink->raw = false;
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
   }
@@ -418,6 +424,7 @@ void Reducer::adopt(const std::vector<Facts>& all) {
 void Reducer::settle_step() {
   Lock lock(mutex_);
   check_alive();
+  check_nothing_put_off();
   if (delivering_) throw Error(world_.rank(), "step() after delivered gradients; call end_pass() first");
   if (open_) throw Error(world_.rank(), "step() was called inside a backward; call it after backward() has returned");
   failure_ = nullptr;

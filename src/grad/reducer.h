@@ -21,6 +21,7 @@
 #include "grad/faults.h"
 #include "grad/ledger.h"
 #include "plumb/engine.h"
+#include "plumb/fused.h"
 #include "world/group.h"
 
 namespace plumb {
@@ -45,6 +46,11 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   // backward it belongs to that pass; otherwise to one that end_pass() closes.
   void deliver(const at::Tensor& parameter, const at::Tensor& raw);
   void end_pass();
+
+  // The same from an operation that writes the gradient itself: where to, and that it did. Outside of a backward (weight
+  // gradients that were put off) it stays on this rank until the next reduction.
+  GradTarget open_fused(Sink& sink);
+  void wrote_fused(Sink& sink);
 
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
@@ -82,10 +88,13 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   int64_t newcomers_digest() const;
   void admit(const std::vector<int>& candidates);
   void hook(Sink& sink);
+  void offer_fused(Sink& sink);
+  void check_nothing_put_off() const;
   void place(const Layout& layout, const std::vector<int>& indices);
   void rebuild();
   void reshard(std::deque<Bucket>& old, const std::vector<int>& indices);
 
+  void join_pass(Sink& sink, bool contributes);
   at::Tensor before_accumulation(Sink& sink, const at::Tensor& gradient);
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
   void open_pass();

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "grad/node.h"
@@ -19,6 +20,8 @@
 
 namespace plumb {
 
+class FusedSink;
+
 struct Sink {
   int index = -1;
   std::string name;
@@ -26,6 +29,8 @@ struct Sink {
   int unit = -1;  // the unit that gathers the parameter; -1: it is always whole
   GradRule rule;
   NodePtr accumulator;  // held, or autograd would drop our hooks with it
+  std::shared_ptr<FusedSink> entrance;  // for operations that write the gradient themselves
+  int outstanding = 0;                  // contributions that were put off and have not come
 
   Slot slot;
   at::Tensor view;  // this parameter's part of its bucket
@@ -34,6 +39,7 @@ struct Sink {
   int expected = 1;    // in a pass: as many as in the last one
   int unsettled = 0;   // of those, not yet in the bucket
   int taken = 0;       // of those, in the bucket's `incoming`
+  bool raw = false;    // those in `incoming` are not scaled yet
   bool given = false;  // in this pass, this rank contributed something to `incoming`
   uint32_t version = 0;  // of the view when a deterministic pass ended
 

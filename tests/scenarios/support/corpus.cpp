@@ -5,7 +5,7 @@ namespace plumb::scenarios {
 const std::vector<Scenario>& corpus() {
   static const std::vector<Scenario> all = [] {
     std::vector<Scenario> result;
-    for (auto make : {accumulation_scenarios, graph_scenarios, number_scenarios, world_scenarios}) {
+    for (auto make : {accumulation_scenarios, graph_scenarios, number_scenarios, world_scenarios, fused_scenarios}) {
       for (auto& scenario : make()) result.push_back(std::move(scenario));
     }
     return result;

@@ -11,6 +11,7 @@ std::vector<Scenario> accumulation_scenarios();  // A
 std::vector<Scenario> graph_scenarios();         // G
 std::vector<Scenario> number_scenarios();        // N
 std::vector<Scenario> world_scenarios();         // W, those that must come out right
+std::vector<Scenario> fused_scenarios();         // F
 
 const std::vector<Scenario>& corpus();
 const Scenario& scenario_called(const std::string& name);
