@@ -50,7 +50,7 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
                       "' has no gradient right after one was accumulated: a hook took it away. Gradients "
                       "must stay until step(); let the engine's optimizer consume them");
     }
-    bucket.producers.wrote(bucket.gradient.device());
+    bucket.producers.wrote(sink.parameter.device());
     if (fault != Fault::drop_delivery) ++sink.unsettled;
     if (fault == Fault::double_delivery) ++sink.unsettled;
     if (sink.must_settle_now()) {
