@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "plumb/error.h"
@@ -30,6 +31,18 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
   return y + down_(at::gelu(up_(mlp_norm_(y)), "tanh"));
 }
 
+ModelShape shape_of(const GptSize& size) {
+  const int64_t w = size.width;
+  const int64_t block = 12 * w * w + 13 * w;  // four matrices and their biases, two norms
+  ModelShape shape;
+  shape.units.assign(size.layers, block);
+  shape.units.push_back(size.vocabulary * w);
+  shape.units.push_back(size.vocabulary * w);
+  shape.others = size.context * w + 2 * w;
+  shape.largest = std::max({4 * w * w, size.vocabulary * w, size.context * w});
+  return shape;
+}
+
 GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   if (size.layers < 1 || size.heads < 1 || size.width < 1 || size.context < 1 || size.vocabulary < 1) {
     throw Error("a gpt needs at least 1 layer, head, width, context and vocabulary");
@@ -40,8 +53,11 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   }
   tokens_ = register_module("tokens", nn::Embedding(size.vocabulary, size.width));
   positions_ = register_module("positions", nn::Embedding(size.context, size.width));
-  blocks_ = register_module("blocks", nn::ModuleList());
-  for (int64_t i = 0; i < size.layers; ++i) blocks_->push_back(Block(size.width, size.heads));
+  const auto blocks = register_module("blocks", nn::ModuleList());
+  for (int64_t i = 0; i < size.layers; ++i) {
+    blocks_.emplace_back(size.width, size.heads);
+    blocks->push_back(blocks_.back().ptr());
+  }
   norm_ = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({size.width})));
   head_ = register_module("head", nn::Linear(nn::LinearOptions(size.width, size.vocabulary).bias(false)));
 
@@ -66,7 +82,7 @@ at::Tensor GptImpl::forward(const at::Tensor& tokens) {
   TORCH_CHECK(length <= size_.context, "plumb: a sequence of ", length, " tokens; the model's context is ",
               size_.context);
   at::Tensor x = tokens_(tokens) + positions_->weight.narrow(0, 0, length);
-  for (const auto& block : *blocks_) x = block->as<Block>()->forward(x);
+  for (auto& block : blocks_) x = block(x);
   return head_(norm_(x));
 }
 
