@@ -20,6 +20,7 @@ setup:  ## system packages and the private virtual environment, nothing else
 demo:  ## train a small GPT on 2 ranks on this CPU; leaves a report in runs/
 	@scripts/build build plumb
 	build/bin/plumb train --ranks 2 --out runs/demo $(ARGS)
+	@scripts/promise build/bin/plumb
 
 test:  ## build and run every test
 	@scripts/test build

@@ -113,7 +113,12 @@ void Console::end(const nlohmann::ordered_json& s) {
   row("step", text);
   int64_t peak = 0;
   for (const auto& bytes : s["peak_rss_bytes"]) peak = std::max(peak, bytes.get<int64_t>());
-  row("memory", report::human_bytes(peak) + " at most on a rank");
+  int64_t measured = 0;
+  for (const auto& bytes : s["measured_bytes"]) measured = std::max(measured, bytes.get<int64_t>());
+  row("memory", "predicted " + report::human_bytes(s["predicted_bytes"]["held"]) +
+                    (s["measured_bytes"].is_null() ? "" : ", measured " + report::human_bytes(measured)) +
+                    " of tensors per rank between steps");
+  row("", report::human_bytes(peak) + " at most resident in a process");
   row("model", report::human_count(s["params"]) + " parameters, digest " + s["model_digest"].get<std::string>());
   const char* label = "samples";
   for (const auto& sample : s["samples"]) {

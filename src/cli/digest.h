@@ -5,9 +5,12 @@
 
 #include <string>
 
+#include "plumb/engine.h"
+
 namespace plumb::cli {
 
-// xxHash (XXH3, 128 bits, hex) over the f32 bits of all parameters in the order of their names.
-std::string model_digest(const torch::nn::Module& model);
+// xxHash (XXH3, 128 bits, hex) over the f32 bits of all parameters in the order of their names. Collective: every rank
+// calls it, and gets the same.
+std::string model_digest(Engine& engine, const torch::nn::Module& model);
 
 }  // namespace plumb::cli

@@ -1,20 +1,29 @@
 // The table itself, and how a word becomes a value.
 #include "cli/flags.h"
 
+#include <CLI/CLI.hpp>
+
 #include <charconv>
 #include <cmath>
+#include <map>
+#include <sstream>
 
 namespace plumb::cli {
 
 std::vector<Flag> flags(Settings& s) {
   return {
       {"ranks", "World", "N", "start N ranks on this machine", &s.ranks},
-      {"strategy", "World", "NAME", "where parameters, gradients and state live: ddp", &s.strategy},
+      {"strategy", "World", "NAME", "where things live: ddp, zero1, zero2, zero3, hsdp", &s.strategy},
+      {"mesh", "World", "AXES", "replicate=R,shard=S: shards inside groups of S ranks", &s.mesh},
       {"backend", "World", "NAME", "shm, gloo, nccl, or local (ranks are threads)", &s.backend},
       {"device", "World", "NAME", "cpu or cuda", &s.device},
       {"timeout", "World", "SECONDS", "how long a rank may keep the others waiting", &s.timeout},
       {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},
-      {"threads", "World", "N", "threads per rank (0: the cores, divided)", &s.threads},
+      {"threads", "World", "N", "threads per rank (0: the cores, divided; --deterministic: 1)", &s.threads},
+      {"hold-unsharded", "World", "", "sharded gradients of micro-batches travel once a step, not each time",
+       &s.hold_unsharded},
+      {"deterministic", "World", "", "the same bits on any number of ranks, in every strategy", &s.deterministic},
+      {"virtual-ranks", "World", "V", "shares the batch is cut into for that, one backward each", &s.virtual_ranks},
       {"model", "Model", "NAME", "gpt, or moe: a gpt with a mixture of experts in each block", &s.model},
       {"layers", "Model", "N", "blocks", &s.layers},
       {"heads", "Model", "N", "attention heads per block", &s.heads},
@@ -35,6 +44,7 @@ std::vector<Flag> flags(Settings& s) {
       {"seed", "Training", "N", "of the initial values and the samples", &s.seed},
       {"eval-every", "Training", "N", "steps between measures of accuracy (0: at the end; -1: ten in all)",
        &s.eval_every},
+      {"questions", "Training", "N", "held-out questions asked at the end", &s.questions},
       {"out", "Output", "DIR", "run folder: log.jsonl and report.html", &s.out},
       {"json", "Output", "", "machine-readable lines on stdout", &s.json},
       {"quiet", "Output", "", "the summary alone", &s.quiet},
@@ -50,6 +60,67 @@ bool read_number(const std::string& text, Number& value) {
 }
 
 }  // namespace
+
+Parsed parse(const std::string& command, const std::vector<std::string>& words, const std::vector<Flag>& table) {
+  CLI::App app;
+  app.set_help_flag();
+  std::map<std::string, std::string> text;
+  std::map<std::string, CLI::Option*> options;
+  Parsed parsed;
+  app.add_flag("-h,--help", parsed.help);
+  std::string config;
+  CLI::Option* const has_config = command == "train" ? app.add_option("--config", config) : nullptr;
+  for (const Flag& flag : table) {
+    if (auto* const* on = std::get_if<bool*>(&flag.target)) {
+      options[flag.name] = app.add_flag("--" + flag.name, **on);
+    } else {
+      options[flag.name] =
+          app.add_option("--" + flag.name, text[flag.name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    }
+  }
+  try {
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
+  } catch (const CLI::ExtrasError&) {
+    throw UsageError("unknown argument '" + app.remaining().at(0) + "'; see `plumb " + command + " --help`");
+  } catch (const CLI::ArgumentMismatch& error) {
+    const std::string what = error.what();  // "--steps: 1 required …"
+    throw UsageError(what.substr(0, what.find(':')) + " needs a value");
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what());
+  }
+  if (parsed.help) return parsed;
+  if (has_config != nullptr && has_config->count() > 0) parsed.config = config;
+  for (const Flag& flag : table) {
+    if (options[flag.name]->count() == 0) continue;
+    parsed.given.push_back(flag.name);
+    if (!std::holds_alternative<bool*>(flag.target)) assign(flag, text[flag.name], "--" + flag.name);
+  }
+  return parsed;
+}
+
+std::string describe(const std::vector<Flag>& table) {
+  std::ostringstream text;
+  std::string group;
+  for (const Flag& flag : table) {
+    if (flag.group != group) text << "\n" << (group = flag.group) << "\n";
+    std::string left = "  --" + flag.name + " " + flag.value;
+    left.resize(std::max<size_t>(24, left.size() + 1), ' ');
+    text << left << flag.help;
+    std::visit(
+        [&](auto* value) {
+          if constexpr (std::is_same_v<decltype(value), std::string*>) {
+            if (!value->empty()) text << " [" << *value << "]";
+          } else if constexpr (!std::is_same_v<decltype(value), bool*>) {
+            if (flag.name != "ranks" && flag.name != "threads" && flag.name != "eval-every") {
+              text << " [" << *value << "]";
+            }
+          }
+        },
+        flag.target);
+    text << "\n";
+  }
+  return text.str();
+}
 
 void assign(const Flag& flag, const std::string& text, const std::string& where) {
   if (auto* const* whole = std::get_if<int64_t*>(&flag.target)) {

@@ -1,6 +1,7 @@
-// The table of `plumb train`'s flags: name, where the value goes, and what --help says. Flags and TOML read it alike.
+// Tables of flags: name, where the value goes, and what --help says. The command line and TOML read them alike.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -19,8 +20,20 @@ struct Flag {
   Target target;
 };
 
-// The table, bound to the fields of `settings`.
+// The table of `plumb train`, bound to the fields of `settings`.
 std::vector<Flag> flags(Settings& settings);
+
+struct Parsed {
+  std::vector<std::string> given;     // names of the flags that were there
+  std::optional<std::string> config;  // the file that --config named
+  bool help = false;                  // nothing was read then
+};
+
+// Reads the words after `plumb <command>` into the table's fields. Throws UsageError.
+Parsed parse(const std::string& command, const std::vector<std::string>& words, const std::vector<Flag>& table);
+
+// The table for --help, with the defaults that its fields hold.
+std::string describe(const std::vector<Flag>& table);
 
 // Reads `text` into the flag's field; a UsageError says what kind of value was expected.
 void assign(const Flag& flag, const std::string& text, const std::string& where);

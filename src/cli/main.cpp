@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "cli/estimate.h"
 #include "cli/info.h"
 #include "cli/launch.h"
+#include "cli/memory.h"
 #include "cli/process.h"
 #include "cli/settings.h"
 #include "cli/train.h"
@@ -30,12 +32,15 @@ constexpr const char* kHelp =
     "Usage: plumb <command> [flags]\n"
     "\n"
     "  plumb train     train a small model on one or many ranks\n"
+    "  plumb estimate  memory and messages of a run, before it runs\n"
     "  plumb info      versions, devices, backends (--json for machines)\n"
     "\n"
     "Try\n"
     "  plumb train --ranks 2 --out runs/first      2 ranks on this machine, then open the report\n"
     "  plumb train --data book.txt --context 128   learn the bytes of a text file\n"
     "  plumb train --config run.toml --steps 50    settings from a file; flags win\n"
+    "  plumb train --ranks 2 --strategy zero3      shard parameters, gradients and optimizer state\n"
+    "  plumb estimate --params 7B --ranks 8        what each strategy would hold and send\n"
     "  torchrun --no-python --nproc-per-node 2 plumb train\n"
     "\n"
     "  plumb train --help                          every flag\n"
@@ -90,8 +95,10 @@ std::unique_ptr<model::Task> make_task(const Settings& s) {
   }
 }
 
+// Kernels that share work between threads add in an order that depends on how many there are.
 void use_threads(const Settings& s, int64_t local_ranks) {
-  at::set_num_threads(static_cast<int>(s.threads > 0 ? s.threads : std::max<int64_t>(1, usable_cores() / local_ranks)));
+  const int64_t cores = std::max<int64_t>(1, usable_cores() / local_ranks);
+  at::set_num_threads(static_cast<int>(s.deterministic ? 1 : s.threads > 0 ? s.threads : cores));
 }
 
 int run_train(const std::vector<std::string>& words, char** argv) {
@@ -111,11 +118,12 @@ int run_train(const std::vector<std::string>& words, char** argv) {
         "--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");
   }
   const int64_t ranks = std::max<int64_t>(1, s.ranks);
-  if (!joins) check_batch(s, ranks);
+  if (!joins) check_world(s, ranks);
   const auto task = make_task(s);
 
   if (!joins && ranks > 1 && s.backend != "local") return launch(ranks, argv);
   note_signals();
+  count_tensors();
   if (!joins && s.backend == "local") {
     int code = 0;
     run_local(
@@ -160,6 +168,7 @@ int run(int argc, char** argv) {
   const std::string command = words.front();
   words.erase(words.begin());
   if (command == "train") return run_train(words, argv);
+  if (command == "estimate") return estimate(words);
   if (command == "info") return info(words);
   if (command == "--help" || command == "-h" || command == "help") {
     std::fputs(kHelp, stdout);
@@ -169,7 +178,7 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command '" + command + "'; the commands are: train, info");
+  throw UsageError("unknown command '" + command + "'; the commands are: train, estimate, info");
 }
 
 }  // namespace

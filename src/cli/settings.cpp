@@ -1,10 +1,10 @@
 // From words to checked settings.
 #include "cli/settings.h"
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
 #include <limits>
 #include <map>
@@ -49,41 +49,22 @@ void above_zero(const std::string& flag, double value) {
 }
 
 void check(const Settings& s) {
-  std::vector<std::string> names;
-  for (const auto& row : strategies()) names.push_back(row.name);
-  one_of("strategy", s.strategy, names);
+  check_sizes(s);
   if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "gloo", "nccl", "local"});
   one_of("device", s.device, {"cpu", "cuda"});
   one_of("model", s.model, {"gpt", "moe"});
-  one_of("dtype", s.dtype, {"f32", "bf16"});
   if (s.backend == "nccl" && s.device != "cuda") throw UsageError("--backend nccl needs --device cuda");
   above_zero("timeout", s.timeout);
   at_most("timeout", s.timeout, 1e6);
-  above_zero("bucket-mb", s.bucket_mb);
-  at_most("bucket-mb", s.bucket_mb, 1e6);
+  at_least<int64_t>("virtual-ranks", s.virtual_ranks, 1);
+  at_most<int64_t>("virtual-ranks", s.virtual_ranks, 1 << 20);
   at_least<int64_t>("threads", s.threads, 0);
   at_most<int64_t>("threads", s.threads, 1024);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers},
-                                                                  {"heads", s.heads},
-                                                                  {"width", s.width},
-                                                                  {"context", s.context},
-                                                                  {"experts", s.experts},
-                                                                  {"top-k", s.top_k},
-                                                                  {"steps", s.steps},
-                                                                  {"batch", s.batch},
-                                                                  {"accumulate", s.accumulate},
-                                                                  {"digits", s.digits}}) {
+  for (const auto& [flag, value] : std::map<std::string, int64_t>{
+           {"steps", s.steps}, {"batch", s.batch}, {"digits", s.digits}, {"questions", s.questions}}) {
     at_least<int64_t>(flag, value, 1);
   }
   at_most<int64_t>("digits", s.digits, 9);
-  at_most<int64_t>("experts", s.experts, 10'000);
-  at_most<int64_t>("top-k", s.top_k, s.experts);
-  at_most<int64_t>("layers", s.layers, 10'000);
-  at_most<int64_t>("width", s.width, 1'000'000);
-  at_most<int64_t>("context", s.context, 10'000'000);
-  if (s.width % s.heads != 0) {
-    throw UsageError("--width " + std::to_string(s.width) + " is not divisible by --heads " + std::to_string(s.heads));
-  }
   above_zero("lr", s.lr);
   at_least<int64_t>("warmup", s.warmup, 0);
   at_least("weight-decay", s.weight_decay, 0.0);
@@ -102,95 +83,136 @@ void check(const Settings& s) {
 
 }  // namespace
 
+void check_sizes(const Settings& s) {
+  std::vector<std::string> names;
+  for (const auto& row : strategies()) names.push_back(row.name);
+  one_of("strategy", s.strategy, names);
+  one_of("dtype", s.dtype, {"f32", "bf16"});
+  above_zero("bucket-mb", s.bucket_mb);
+  at_most("bucket-mb", s.bucket_mb, 1e6);
+  read_mesh(s.mesh);
+  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers},
+                                                                  {"heads", s.heads},
+                                                                  {"width", s.width},
+                                                                  {"context", s.context},
+                                                                  {"experts", s.experts},
+                                                                  {"top-k", s.top_k},
+                                                                  {"accumulate", s.accumulate}}) {
+    at_least<int64_t>(flag, value, 1);
+  }
+  at_most<int64_t>("experts", s.experts, 10'000);
+  at_most<int64_t>("top-k", s.top_k, s.experts);
+  at_most<int64_t>("layers", s.layers, 10'000);
+  at_most<int64_t>("width", s.width, 1'000'000);
+  at_most<int64_t>("context", s.context, 10'000'000);
+  if (s.width % s.heads != 0) {
+    throw UsageError("--width " + std::to_string(s.width) + " is not divisible by --heads " + std::to_string(s.heads));
+  }
+}
+
 Settings read_settings(const std::vector<std::string>& words, bool& help) {
   Settings settings;
   const std::vector<Flag> table = flags(settings);
-  CLI::App app;
-  app.set_help_flag();
-  std::map<std::string, std::string> text;
-  std::map<std::string, CLI::Option*> options;
-  std::string config;
-  help = false;
-  app.add_flag("-h,--help", help);
-  auto* config_option = app.add_option("--config", config);
-  for (const Flag& flag : table) {
-    if (auto* const* on = std::get_if<bool*>(&flag.target)) {
-      options[flag.name] = app.add_flag("--" + flag.name, **on);
-    } else {
-      options[flag.name] =
-          app.add_option("--" + flag.name, text[flag.name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-    }
-  }
-  try {
-    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
-  } catch (const CLI::ExtrasError&) {
-    throw UsageError("unknown argument '" + app.remaining().at(0) + "'; see `plumb train --help`");
-  } catch (const CLI::ArgumentMismatch& error) {
-    const std::string text = error.what();  // "--steps: 1 required …"
-    throw UsageError(text.substr(0, text.find(':')) + " needs a value");
-  } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what());
-  }
-  if (help) return settings;
-
-  std::vector<std::string> given;
-  for (const Flag& flag : table) {
-    if (options[flag.name]->count() == 0) continue;
-    given.push_back(flag.name);
-    if (!std::holds_alternative<bool*>(flag.target)) assign(flag, text[flag.name], "--" + flag.name);
-  }
+  // What nobody sets stays this, so that "not given" and a bad value are two things.
   constexpr int64_t unset = std::numeric_limits<int64_t>::min();
-  if (options["ranks"]->count() == 0) settings.ranks = unset;
-  if (config_option->count() > 0) read_toml(config, table, given);
+  settings.ranks = settings.accumulate = unset;
+  const Parsed parsed = parse("train", words, table);
+  help = parsed.help;
+  if (help) return {};
+  if (parsed.config) read_toml(*parsed.config, table, parsed.given);
   if (settings.ranks == unset) {
     settings.ranks = 0;
   } else {
     at_least<int64_t>("ranks", settings.ranks, 1);
     at_most<int64_t>("ranks", settings.ranks, 4096);
   }
+  settings.accumulate_given = settings.accumulate != unset;
+  if (!settings.accumulate_given) settings.accumulate = 1;
   check(settings);
   return settings;
 }
 
-void check_batch(const Settings& s, int64_t ranks) {
-  if (s.batch % (ranks * s.accumulate) == 0) return;
-  throw UsageError("--batch " + std::to_string(s.batch) + " does not divide into " + std::to_string(ranks) +
-                   (ranks == 1 ? " rank" : " ranks") + " times " + std::to_string(s.accumulate) +
-                   (s.accumulate == 1 ? " micro-batch" : " micro-batches") + "; the nearest that does is " +
-                   std::to_string((s.batch / (ranks * s.accumulate) + 1) * ranks * s.accumulate));
+Mesh read_mesh(const std::string& text) {
+  const auto wrong = [&](const std::string& why) {
+    throw UsageError("--mesh '" + text + "': " + why + "; write it as replicate=2,shard=2");
+  };
+  Mesh mesh;
+  std::istringstream axes(text);
+  for (std::string axis; std::getline(axes, axis, ',');) {
+    const size_t equals = axis.find('=');
+    const std::string name = axis.substr(0, equals);
+    if (equals == std::string::npos) wrong("'" + axis + "' is no axis");
+    if (name != "replicate" && name != "shard") wrong("the axes are replicate and shard, not '" + name + "'");
+    int& size = name == "shard" ? mesh.shard : mesh.replicate;
+    if (size != 0) wrong("'" + name + "' stands there twice");
+    const std::string number = axis.substr(equals + 1);
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), size);
+    if (error != std::errc() || end != number.data() + number.size() || size < 1 || size > 4096) {
+      wrong("'" + number + "' is no number of ranks");
+    }
+  }
+  if (!text.empty() && text.back() == ',') wrong("an axis is missing at its end");
+  return mesh;
+}
+
+Mesh mesh_for(const std::string& name, const std::string& text, int64_t ranks) {
+  try {
+    return mesh_of(strategy(name), read_mesh(text), static_cast<int>(ranks));
+  } catch (const Error& error) {
+    std::string what = error.what();
+    if (what.rfind("plumb: ", 0) == 0) what.erase(0, 7);
+    throw UsageError("--mesh '" + text + "': " + what);
+  }
+}
+
+int64_t micro_batches(const Settings& s, int64_t ranks) {
+  return s.deterministic ? s.virtual_ranks / ranks : s.accumulate;
+}
+
+namespace {
+
+std::string count(int64_t number, const std::string& word, const std::string& ending = "s") {
+  return std::to_string(number) + " " + word + (number == 1 ? "" : ending);
+}
+
+void check_shares(const Settings& s, int64_t ranks) {
+  const bool power_of_two = (ranks & (ranks - 1)) == 0;
+  if (!power_of_two || s.virtual_ranks % ranks != 0) {
+    throw UsageError("--virtual-ranks " + std::to_string(s.virtual_ranks) + " cannot be shared by " +
+                     count(ranks, "rank") +
+                     " as a binary tree; it must be a multiple of the ranks, and those a power "
+                     "of two");
+  }
+  if (s.accumulate_given && s.accumulate != s.virtual_ranks / ranks) {
+    throw UsageError("--accumulate " + std::to_string(s.accumulate) + " does not agree with --deterministic: " +
+                     count(s.virtual_ranks, "share") + " on " + count(ranks, "rank") + " are " +
+                     count(s.virtual_ranks / ranks, "micro-batch", "es") + " each; leave it away");
+  }
+}
+
+}  // namespace
+
+void check_world(const Settings& s, int64_t ranks) {
+  mesh_for(s.strategy, s.mesh, ranks);
+  if (s.deterministic) check_shares(s, ranks);
+  const int64_t micros = ranks * micro_batches(s, ranks);
+  if (s.batch % micros == 0) return;
+  const std::string parts = s.deterministic
+                                ? count(s.virtual_ranks, "share") + " (--virtual-ranks)"
+                                : count(ranks, "rank") + " times " + count(s.accumulate, "micro-batch", "es");
+  throw UsageError("--batch " + std::to_string(s.batch) + " does not divide into " + parts +
+                   "; the nearest that does is " + std::to_string((s.batch / micros + 1) * micros));
 }
 
 std::string train_help() {
   Settings defaults;
-  std::ostringstream text;
-  text << "Usage: plumb train [flags]\n\n"
-          "Trains a small model, data-parallel. Without --data it learns integer addition from examples made on the\n"
-          "fly. Under torchrun --no-python, mpirun or srun it takes part in their world; otherwise --ranks starts "
-          "one.\n";
-  std::string group;
-  for (const Flag& flag : flags(defaults)) {
-    if (flag.group != group) text << "\n" << (group = flag.group) << "\n";
-    std::ostringstream line;
-    line << "  --" << flag.name << " " << flag.value;
-    std::string left = line.str();
-    left.resize(std::max<size_t>(24, left.size() + 1), ' ');
-    text << left << flag.help;
-    std::visit(
-        [&](auto* value) {
-          if constexpr (std::is_same_v<decltype(value), std::string*>) {
-            if (!value->empty()) text << " [" << *value << "]";
-          } else if constexpr (!std::is_same_v<decltype(value), bool*>) {
-            if (flag.name != "ranks" && flag.name != "threads" && flag.name != "eval-every") {
-              text << " [" << *value << "]";
-            }
-          }
-        },
-        flag.target);
-    text << "\n";
-  }
-  text << "  --config FILE         the same settings as `name = value` lines of TOML; flags win\n"
-          "  -h, --help            this page\n";
-  return text.str();
+  return "Usage: plumb train [flags]\n\n"
+         "Trains a small model, data-parallel. Without --data it learns integer addition from examples made on the\n"
+         "fly. Under torchrun --no-python, mpirun or srun it takes part in their world; otherwise --ranks starts "
+         "one.\n" +
+         describe(flags(defaults)) +
+         "  --config FILE         the same settings as `name = value` lines of TOML; flags win\n"
+         "  -h, --help            this page\n";
 }
 
 nlohmann::ordered_json to_json(const Settings& settings) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "plumb/strategy.h"
+
 namespace plumb::cli {
 
 // What the user asked for cannot be meant: one line on stderr, exit code 2.
@@ -20,11 +22,15 @@ struct Settings {
   // world
   int64_t ranks = 0;  // 0: the launcher's world when there is one, otherwise 1
   std::string strategy = "ddp";
+  std::string mesh;     // "replicate=2,shard=2"; empty: the strategy's own
   std::string backend;  // empty: nccl with cuda, shm on one machine, gloo otherwise
   std::string device = "cpu";
   double timeout = 60.0;  // seconds
   double bucket_mb = 4.0;
-  int64_t threads = 0;  // 0: the cores divided among the local ranks
+  bool hold_unsharded = false;
+  bool deterministic = false;
+  int64_t virtual_ranks = 8;  // shares of the batch in deterministic mode
+  int64_t threads = 0;        // 0: the cores divided among the local ranks
   // model
   std::string model = "gpt";
   int64_t layers = 3;
@@ -41,12 +47,14 @@ struct Settings {
   int64_t steps = 1000;
   int64_t batch = 256;  // samples per step, all ranks together
   int64_t accumulate = 1;
+  bool accumulate_given = false;  // no setting of its own
   double lr = 2e-3;
   int64_t warmup = 100;
   double weight_decay = 0.01;
   double clip = 1.0;  // 0: never clips
   int64_t seed = 1;
-  int64_t eval_every = -1;  // -1: ten times in a run of at least 100 steps; 0: at the end only
+  int64_t eval_every = -1;   // -1: ten times in a run of at least 100 steps; 0: at the end only
+  int64_t questions = 1024;  // asked at the end
   // output
   std::string out;  // empty: no run folder
   bool json = false;
@@ -57,8 +65,20 @@ struct Settings {
 // Sets `help` and checks nothing when --help is among them.
 Settings read_settings(const std::vector<std::string>& words, bool& help);
 
+// The checks that a run and its estimate share. Throws UsageError.
+void check_sizes(const Settings& settings);
+
 // The checks that need the number of ranks, made once it is known. Throws UsageError.
-void check_batch(const Settings& settings, int64_t ranks);
+void check_world(const Settings& settings, int64_t ranks);
+
+// The axes asked for, as far as the text says. Throws UsageError.
+Mesh read_mesh(const std::string& text);
+
+// The axes of a world of `ranks`. Throws UsageError where they do not multiply to it.
+Mesh mesh_for(const std::string& strategy, const std::string& text, int64_t ranks);
+
+// Backwards per step and rank.
+int64_t micro_batches(const Settings& settings, int64_t ranks);
 
 std::string train_help();
 

@@ -11,6 +11,8 @@
 
 #include "cli/console.h"
 #include "cli/digest.h"
+#include "cli/estimate.h"
+#include "cli/memory.h"
 #include "cli/process.h"
 #include "plumb/engine.h"
 #include "report/folder.h"
@@ -28,6 +30,10 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 Options engine_options(const Settings& s) {
   Options options;
   options.strategy = s.strategy;
+  options.mesh = read_mesh(s.mesh);
+  options.hold_unsharded = s.hold_unsharded;
+  options.deterministic = s.deterministic;
+  options.virtual_ranks = static_cast<int>(s.virtual_ranks);
   options.bucket_bytes = std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20)));
   options.first_bucket_bytes = std::min(options.first_bucket_bytes, options.bucket_bytes);
   if (s.dtype == "bf16") options.accumulate_dtype = at::kFloat;
@@ -46,21 +52,40 @@ Options engine_options(const Settings& s) {
 
 // What every rank learns of the others after a step, in one small message.
 struct Shared {
-  double loss = 0.0;  // mean over the ranks, added in rank order: the same bits everywhere
+  double loss = 0.0;  // mean over all micro-batches, added in their order: the same bits however they are dealt out
   int signal = 0;     // the largest noted by any rank
   std::vector<int64_t> rss_bytes;
 };
 
-Shared share(const World& world, double loss, int64_t step) {
-  const int64_t mine[] = {std::bit_cast<int64_t>(loss), noted_signal(), rss_bytes()};
+Shared share(const World& world, const std::vector<double>& losses, int64_t step) {
+  std::vector<int64_t> mine = {noted_signal(), rss_bytes()};
+  for (const double loss : losses) mine.push_back(std::bit_cast<int64_t>(loss));
   Shared all;
+  const auto count = static_cast<double>(losses.size()) * world.size();
   for (const auto& theirs :
        exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "loss"})) {
-    all.loss += std::bit_cast<double>(theirs[0]) / world.size();
-    all.signal = std::max(all.signal, static_cast<int>(theirs[1]));
-    all.rss_bytes.push_back(theirs[2]);
+    all.signal = std::max(all.signal, static_cast<int>(theirs[0]));
+    all.rss_bytes.push_back(theirs[1]);
+    for (size_t i = 2; i < theirs.size(); ++i) all.loss += std::bit_cast<double>(theirs[i]) / count;
   }
   return all;
+}
+
+// Everybody's number, in rank order.
+std::vector<int64_t> everybodys(const World& world, int64_t mine, const std::string& what) {
+  std::vector<int64_t> all;
+  for (const auto& theirs : exchange(world, std::span(&mine, 1), {.kind = Where::Kind::step, .detail = what})) {
+    all.push_back(theirs[0]);
+  }
+  return all;
+}
+
+// The bytes of this process's tensors while no rank is about to change them.
+int64_t quiet_tensor_bytes(const World& world) {
+  world.barrier();
+  const int64_t bytes = tensor_bytes();
+  world.barrier();
+  return bytes;
 }
 
 // The questions are dealt out evenly, so that every rank asks the same number.
@@ -92,10 +117,11 @@ nlohmann::ordered_json or_null(double value) {
 
 int train(const World& world, const Settings& s, const model::Task& task) {
   const int ranks = world.size();
-  check_batch(s, ranks);
+  check_world(s, ranks);
   const at::Device device = s.device == "cuda"
                                 ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
                                 : at::Device(at::kCPU);
+  const int64_t before = quiet_tensor_bytes(world);
   model::Gpt model(model::GptSize{.layers = s.layers,
                                   .heads = s.heads,
                                   .width = s.width,
@@ -107,37 +133,38 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   model->to(device, s.dtype == "bf16" ? at::kBFloat16 : at::kFloat);
   Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
 
-  int64_t params = 0;
-  for (const auto& p : model->parameters()) params += p.numel();
+  const ModelShape shape = shape_of(*model);
+  const int64_t params = shape.params();
   Console console(s, world.rank() == 0);
   report::Folder folder(world.rank() == 0 ? s.out : "");
   console.begin(s.model + " with " + report::human_count(params) + " parameters learns " + task.name() + " on " +
                 std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " + world.backend() +
                 ", " + s.dtype + ")");
 
-  const int64_t micro = s.batch / (ranks * s.accumulate);  // samples
+  const int64_t micros = micro_batches(s, ranks);
+  const int64_t micro = s.batch / (ranks * micros);  // samples
   const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
   const auto begun = Clock::now();
   std::vector<report::Step> steps;
   int signal = 0;
   for (int64_t step = 0; step < s.steps && signal == 0; ++step) {
     const auto start = Clock::now();
-    double loss_sum = 0.0;
-    for (int64_t i = 0; i < s.accumulate; ++i) {
-      const int64_t first = (world.rank() * s.accumulate + i) * micro;
-      const auto loss =
-          model::loss_of(model, to(task.batch(step, first, micro), device)) / static_cast<double>(s.accumulate);
-      if (i + 1 < s.accumulate) {
+    std::vector<double> losses;
+    for (int64_t i = 0; i < micros; ++i) {
+      const int64_t first = (world.rank() * micros + i) * micro;
+      const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device));
+      const auto part = loss / static_cast<double>(micros);
+      if (i + 1 < micros) {
         const auto quiet = engine.no_sync();
-        loss.backward();
+        part.backward();
       } else {
-        loss.backward();
+        part.backward();
       }
-      loss_sum += loss.item<double>();
+      losses.push_back(loss.item<double>());
     }
     const StepInfo info = engine.step();
     engine.zero_grad();
-    Shared all = share(world, loss_sum, step);
+    Shared all = share(world, losses, step);
     signal = all.signal;
 
     report::Step record;
@@ -157,14 +184,16 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   }
   const double seconds = seconds_since(begun);
 
-  const model::Score score = evaluate(world, task, model, 1024, 8, s.steps);
+  // Ranks that are threads share an allocator, and count alike.
+  const int64_t sharing = world.backend() == "local" ? ranks : 1;
+  const int64_t held = (quiet_tensor_bytes(world) - before) / sharing + uncounted_bytes(engine);
+  const std::vector<int64_t> measured = everybodys(world, held, "memory");
+  const Estimate predicted = estimate(shape, plan_for(s, ranks));
+
+  const model::Score score = evaluate(world, task, model, s.questions, 8, s.steps);
   if (signal == 0) steps.back().accuracy = ratio(score);
-  const int64_t mine[] = {peak_rss_bytes()};
-  std::vector<int64_t> peaks;
-  for (const auto& theirs :
-       exchange(world, mine, {.kind = Where::Kind::step, .step = s.steps, .pass = 0, .detail = "memory"})) {
-    peaks.push_back(theirs[0]);
-  }
+  const std::vector<int64_t> peaks = everybodys(world, peak_rss_bytes(), "memory");
+  const std::string digest = model_digest(engine, *model);
   if (world.rank() == 0) {
     std::vector<double> ms;
     for (const auto& step : steps) ms.push_back(step.ms);
@@ -173,9 +202,11 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                       {"loss", or_null(steps.back().loss)},
                                       {"ranks", ranks},
                                       {"strategy", s.strategy},
-                                      {"model_digest", model_digest(*model)},
+                                      {"model_digest", digest},
                                       {"step_ms_median", median},
                                       {"peak_rss_bytes", peaks},
+                                      {"predicted_bytes", to_json(predicted)},
+                                      {"measured_bytes", nlohmann::ordered_json()},
                                       {"accuracy", ratio(score)},
                                       {"asked", score.asked},
                                       {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
@@ -190,6 +221,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                       {"stopped", signal != 0},
                                       {"settings", to_json(s)},
                                       {"samples", nlohmann::ordered_json::array()}};
+    // The allocator of another device is not ours to count.
+    if (device.is_cpu()) summary["measured_bytes"] = measured;
     for (const model::Sample& sample : score.samples) {
       summary["samples"].push_back({{"prompt", sample.prompt},
                                     {"output", sample.output},

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "plumb/error.h"
@@ -38,6 +39,19 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
   return y + (moe_ ? moe_(z) : down_(at::gelu(up_(z), "tanh")));
 }
 
+ModelShape shape_of(const GptSize& size) {
+  const int64_t w = size.width;
+  // Attention's two matrices and their biases, two norms; then two more matrices, or a router and its experts.
+  const int64_t block = 4 * w * w + 8 * w + (size.experts > 0 ? size.experts * (w + 6 * w * w) : 8 * w * w + 5 * w);
+  ModelShape shape;
+  shape.units.assign(size.layers, block);
+  shape.units.push_back(size.vocabulary * w);
+  shape.units.push_back(size.vocabulary * w);
+  shape.others = size.context * w + 2 * w;
+  shape.largest = std::max({4 * w * w, size.experts * 4 * w * w, size.vocabulary * w, size.context * w});
+  return shape;
+}
+
 GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   if (size.layers < 1 || size.heads < 1 || size.width < 1 || size.context < 1 || size.vocabulary < 1) {
     throw Error("a gpt needs at least 1 layer, head, width, context and vocabulary");
@@ -48,8 +62,11 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   }
   tokens_ = register_module("tokens", nn::Embedding(size.vocabulary, size.width));
   positions_ = register_module("positions", nn::Embedding(size.context, size.width));
-  blocks_ = register_module("blocks", nn::ModuleList());
-  for (int64_t i = 0; i < size.layers; ++i) blocks_->push_back(Block(size));
+  const auto blocks = register_module("blocks", nn::ModuleList());
+  for (int64_t i = 0; i < size.layers; ++i) {
+    blocks_.emplace_back(size);
+    blocks->push_back(blocks_.back().ptr());
+  }
   norm_ = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({size.width})));
   head_ = register_module("head", nn::Linear(nn::LinearOptions(size.width, size.vocabulary).bias(false)));
 
@@ -75,7 +92,7 @@ at::Tensor GptImpl::forward(const at::Tensor& tokens) {
   TORCH_CHECK(length <= size_.context, "plumb: a sequence of ", length, " tokens; the model's context is ",
               size_.context);
   at::Tensor x = tokens_(tokens) + positions_->weight.narrow(0, 0, length);
-  for (const auto& block : *blocks_) x = block->as<Block>()->forward(x);
+  for (auto& block : blocks_) x = block(x);
   return head_(norm_(x));
 }
 

@@ -1,14 +1,18 @@
 // A small GPT, for the program and the benchmarks: plain torch::nn modules, or with a mixture of experts in each block.
+// Its blocks, token embedding and head are units: where a strategy shards parameters, each is whole only while it is
+// used.
 #pragma once
 
-#include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
 #include <cstdint>
+#include <vector>
 
+#include "layout/estimate.h"
 #include "plumb/nn.h"
+#include "plumb/unit.h"
 
 namespace plumb::model {
 
@@ -21,6 +25,9 @@ struct GptSize {
   int64_t experts = 0;  // of the mixture in each block; 0: one dense mlp
   int64_t top_k = 2;    // experts that a token goes to
 };
+
+// The sizes of its parameters and units, without making any.
+ModelShape shape_of(const GptSize& size);
 
 // Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
 class BlockImpl : public torch::nn::Module {
@@ -49,10 +56,11 @@ class GptImpl : public torch::nn::Module {
 
  private:
   GptSize size_;
-  torch::nn::Embedding tokens_{nullptr}, positions_{nullptr};
-  torch::nn::ModuleList blocks_{nullptr};
+  Unit<torch::nn::Embedding> tokens_{nullptr};
+  torch::nn::Embedding positions_{nullptr};  // whole on every rank, like the norm: not worth a message
+  std::vector<Unit<Block>> blocks_;
   torch::nn::LayerNorm norm_{nullptr};
-  torch::nn::Linear head_{nullptr};
+  Unit<torch::nn::Linear> head_{nullptr};
 };
 TORCH_MODULE(Gpt);
 

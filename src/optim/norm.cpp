@@ -26,6 +26,21 @@ void add_squares(const at::Tensor& gradient, ExactSum& sum) {
   }
 }
 
+// In rows: a sum of very many f32 squares loses digits on the CPU.
+void add_norms(const at::Tensor& gradient, std::vector<at::Tensor>& norms) {
+  constexpr int64_t row = 1 << 14;
+  const auto wide = c10::promoteTypes(gradient.scalar_type(), at::kFloat);
+  const int64_t rows = gradient.is_cpu() ? gradient.numel() / row : 0;
+  if (rows > 1) {
+    const at::Tensor each = at::linalg_vector_norm(gradient.narrow(0, 0, rows * row).view({rows, row}), 2, 1, false, wide);
+    norms.push_back(at::linalg_vector_norm(each.to(at::kDouble)));
+  }
+  const int64_t rest = rows > 1 ? rows * row : 0;
+  if (rest == gradient.numel()) return;
+  const at::Tensor tail = gradient.narrow(0, rest, gradient.numel() - rest);
+  norms.push_back(at::linalg_vector_norm(tail, 2, std::nullopt, false, wide).to(at::kDouble));
+}
+
 at::Tensor exact_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where) {
   ExactSum sum;
   at::TensorOptions options = at::kFloat;
@@ -59,8 +74,7 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
     options = options.device(bucket.sinks[0]->parameter.device());
     for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
       const at::Tensor gradient = part(bucket.gradient, bucket.kept, run);
-      const auto wide = c10::promoteTypes(gradient.scalar_type(), at::kFloat);
-      norms.push_back(at::linalg_vector_norm(gradient, 2, std::nullopt, false, wide).to(at::kDouble));
+      add_norms(gradient, norms);
     }
   }
   at::Tensor norm = norms.empty() ? at::zeros({}, options.dtype(at::kDouble)) : at::linalg_vector_norm(at::stack(norms));

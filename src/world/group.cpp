@@ -57,12 +57,16 @@ Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call
     group.watch->explain(std::current_exception(), Where{.detail = "issuing a collective"}, ticket);
   }
   ticket.number = group.watch->count(group.index);
-  std::erase_if(group.pending, [](const auto& weak) {
-    const auto other = weak.lock();
-    return !other || other->isCompleted();
-  });
+  group.forget_ended();
   group.pending.emplace_back(work);
-  return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(finish));
+  auto end = [weak = group.weak_from_this(), finish = std::move(finish)] {
+    if (finish) finish();
+    if (const auto alive = weak.lock()) {
+      std::lock_guard lock(alive->issuing);
+      alive->forget_ended();
+    }
+  };
+  return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(end));
 }
 
 }  // namespace
@@ -92,6 +96,13 @@ void Pending::wait(const Where& where) {
   }
   if (finish_) std::exchange(finish_, {})();
   keep_.clear();
+}
+
+void Group::Impl::forget_ended() {
+  std::erase_if(pending, [](const auto& weak) {
+    const auto work = weak.lock();
+    return !work || work->isCompleted();
+  });
 }
 
 Group::Group() : impl_(std::make_shared<Impl>()) {}

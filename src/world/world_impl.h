@@ -17,7 +17,7 @@ namespace plumb {
 
 class ShmHeap;
 
-struct Group::Impl {
+struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   c10::intrusive_ptr<c10d::Backend> backend;  // null: one rank
   std::shared_ptr<Watch> watch;
   int index = data_index;
@@ -34,6 +34,9 @@ struct Group::Impl {
   std::shared_ptr<ShmHeap> met;
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
+
+  // Forgets works that have ended: a weak pointer keeps an intrusive object, and the tensors in it, from being destroyed.
+  void forget_ended();
 
   ~Impl();
 };

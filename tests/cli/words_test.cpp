@@ -29,17 +29,18 @@ TEST(Words, HelpFitsAScreen) {
   EXPECT_EQ(result.code, 0);
   EXPECT_LE(result.lines().size(), 24u);
   for (const auto& line : result.lines()) EXPECT_LE(line.size(), 100u) << line;
-  EXPECT_THAT(result.out, AllOf(HasSubstr("plumb train"), HasSubstr("plumb info")));
+  EXPECT_THAT(result.out, AllOf(HasSubstr("plumb train"), HasSubstr("plumb info"), HasSubstr("plumb estimate")));
 }
 
 TEST(Words, TrainHelpNamesEveryFlag) {
   const Result result = run({"train", "--help"});
   EXPECT_EQ(result.code, 0);
   for (const char* flag :
-       {"--ranks", "--strategy", "--model",      "--layers",  "--heads",   "--width",     "--context",
-        "--steps", "--batch",    "--accumulate", "--dtype",   "--lr",      "--warmup",    "--weight-decay",
-        "--clip",  "--seed",     "--device",     "--backend", "--timeout", "--bucket-mb", "--data",
-        "--out",   "--config",   "--json",       "--threads", "--quiet"}) {
+       {"--ranks",   "--strategy",     "--model", "--layers",        "--heads",         "--width",
+        "--context", "--steps",        "--batch", "--accumulate",    "--dtype",         "--lr",
+        "--warmup",  "--weight-decay", "--clip",  "--seed",          "--device",        "--backend",
+        "--timeout", "--bucket-mb",    "--data",  "--out",           "--config",        "--json",
+        "--threads", "--quiet",        "--mesh",  "--deterministic", "--virtual-ranks", "--hold-unsharded"}) {
     EXPECT_THAT(result.out, HasSubstr(flag));
   }
 }
@@ -59,7 +60,7 @@ TEST(Words, InfoSpeaksJson) {
 }
 
 TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
-  expect_usage_error({"fly"}, {"'fly'", "train, info"});
+  expect_usage_error({"fly"}, {"'fly'", "train, estimate, info"});
   expect_usage_error({"info", "--loud"}, {"--loud"});
   expect_usage_error({"train", "--loud"}, {"--loud"});
   expect_usage_error({"train", "loud"}, {"loud"});
@@ -82,6 +83,46 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
 
 TEST(Words, AnUnknownStrategyIsToldTheNames) {
   expect_usage_error({"train", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
+}
+
+TEST(Words, AMeshMustBeUnderstoodAndMultiplyToTheWorld) {
+  const auto mesh = [](const std::string& text, const std::string& ranks) {
+    return Words{"train", "--strategy", "hsdp", "--ranks", ranks, "--mesh", text};
+  };
+  expect_usage_error(mesh("replicate=2,shard=2", "2"), {"--mesh", "replicate=2, shard=2", "2 ranks"});
+  expect_usage_error(mesh("shard=3", "4"), {"--mesh", "4 ranks"});
+  expect_usage_error(mesh("2x2", "4"), {"--mesh '2x2'", "'2x2' is no axis", "replicate=2,shard=2"});
+  expect_usage_error(mesh("replicate=2,rows=2", "4"), {"--mesh", "'rows'"});
+  expect_usage_error(mesh("replicate=two", "4"), {"--mesh", "'two'"});
+  expect_usage_error(mesh("replicate=0", "4"), {"--mesh", "'0'"});
+  expect_usage_error(mesh("replicate=-2,shard=-2", "4"), {"--mesh", "'-2'"});
+  expect_usage_error(mesh("shard=2,shard=2", "4"), {"--mesh", "twice"});
+  expect_usage_error(mesh("shard=2,", "4"), {"--mesh", "missing"});
+}
+
+TEST(Words, SharesMustBeDivisibleAmongTheRanksAndTheBatchAmongThem) {
+  const auto shares = [](const Words& more) {
+    Words words = {"train", "--deterministic"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  expect_usage_error(shares({"--ranks", "4", "--virtual-ranks", "6"}), {"--virtual-ranks 6", "4 ranks"});
+  expect_usage_error(shares({"--ranks", "3"}), {"--virtual-ranks 8", "3 ranks"});
+  expect_usage_error(shares({"--virtual-ranks", "0"}), {"--virtual-ranks", "at least 1"});
+  expect_usage_error(shares({"--ranks", "2", "--accumulate", "2"}), {"--accumulate 2", "4 micro-batches"});
+  expect_usage_error(shares({"--ranks", "2", "--accumulate", "1"}), {"--accumulate 1", "4 micro-batches"});
+  expect_usage_error(shares({"--ranks", "2", "--batch", "12"}), {"--batch 12", "8 shares", "16"});
+}
+
+TEST(Words, AnEstimateIsToldWhatItNeeds) {
+  EXPECT_THAT(run({"estimate", "--help"}).out,
+              AllOf(HasSubstr("--params"), HasSubstr("--strategy"), HasSubstr("--json")));
+  expect_usage_error({"estimate", "--loud"}, {"--loud", "plumb estimate --help"});
+  expect_usage_error({"estimate", "--params", "many"}, {"--params", "'many'"});
+  expect_usage_error({"estimate", "--params", "0"}, {"--params", "'0'"});
+  expect_usage_error({"estimate", "--ranks", "0"}, {"--ranks", "at least 1"});
+  expect_usage_error({"estimate", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
+  expect_usage_error({"estimate", "--ranks", "4", "--mesh", "shard=3"}, {"--mesh", "4 ranks"});
 }
 
 TEST(Words, ZeroRanksAreTooFew) {

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <map>
+
 #include "plumb/error.h"
 
 namespace plumb::model {
@@ -51,6 +53,25 @@ TEST(Gpt, ReachesEveryParameter) {
   Gpt gpt(kSmall, 7);
   gpt->forward(at::ones({2, 8}, at::kLong)).square().sum().backward();
   for (const auto& item : gpt->named_parameters()) EXPECT_TRUE(item.value().grad().defined()) << item.key();
+}
+
+TEST(Gpt, KnowsItsShapeWithoutBeingMade) {
+  Gpt gpt(kSmall, 7);
+  const ModelShape shape = shape_of(kSmall);
+  int64_t params = 0, largest = 0;
+  std::map<std::string, int64_t> by_unit;
+  for (const auto& item : gpt->named_parameters()) {
+    params += item.value().numel();
+    largest = std::max(largest, item.value().numel());
+    const std::string& name = item.key();
+    const size_t end = name.rfind("blocks.", 0) == 0 ? name.find('.', 7) : name.find('.');
+    by_unit[name.substr(0, end)] += item.value().numel();
+  }
+  EXPECT_EQ(shape.params(), params);
+  EXPECT_EQ(shape.largest, largest);
+  EXPECT_EQ(shape.units,
+            (std::vector<int64_t>{by_unit["blocks.0"], by_unit["blocks.1"], by_unit["tokens"], by_unit["head"]}));
+  EXPECT_EQ(shape.others, by_unit["positions"] + by_unit["norm"]);
 }
 
 TEST(Gpt, RefusesAWidthThatItsHeadsDoNotDivide) {

@@ -1,0 +1,176 @@
+// Flags in, a table out.
+#include "cli/estimate.h"
+
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "cli/flags.h"
+#include "model/gpt.h"
+#include "report/run.h"
+
+namespace plumb::cli {
+
+namespace {
+
+// Settings of a run, plus what only an estimate is told.
+struct Question {
+  Settings run;
+  std::string strategy;  // empty: every row of the table
+  std::string params;    // empty: the built-in gpt
+  int64_t units = 32;
+  int64_t vocabulary = 12;  // of the addition task
+};
+
+std::vector<Flag> table_of(Question& q) {
+  Settings& s = q.run;
+  return {
+      {"params", "Model", "N", "parameters of any model: 124439808, 124M, 7B (otherwise: the built-in gpt)", &q.params},
+      {"units", "Model", "N", "equal units that such a model is made of", &q.units},
+      {"layers", "Model", "N", "of the gpt: blocks", &s.layers},
+      {"heads", "Model", "N", "of the gpt: attention heads per block", &s.heads},
+      {"width", "Model", "N", "of the gpt: size of the residual stream", &s.width},
+      {"context", "Model", "N", "of the gpt: longest sequence", &s.context},
+      {"vocabulary", "Model", "N", "of the gpt: tokens (12: addition; 256: bytes)", &q.vocabulary},
+      {"dtype", "Model", "NAME", "f32, or bf16 (with f32 gradients and master weights); AdamW", &s.dtype},
+      {"ranks", "World", "N", "ranks", &s.ranks},
+      {"strategy", "World", "NAME", "ddp, zero1, zero2, zero3 or hsdp (otherwise: all of them)", &q.strategy},
+      {"mesh", "World", "AXES", "replicate=R,shard=S: shards inside groups of S ranks", &s.mesh},
+      {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},
+      {"accumulate", "World", "N", "micro-batches per step and rank", &s.accumulate},
+      {"hold-unsharded", "World", "", "sharded gradients of micro-batches travel once a step", &s.hold_unsharded},
+      {"json", "Output", "", "one machine-readable line", &s.json},
+  };
+}
+
+int64_t read_params(const std::string& text) {
+  char* end = nullptr;
+  double number = std::strtod(text.c_str(), &end);
+  const std::string suffix = end;
+  if (suffix == "K") number *= 1e3;
+  if (suffix == "M") number *= 1e6;
+  if (suffix == "B") number *= 1e9;
+  const bool known = suffix.empty() || suffix == "K" || suffix == "M" || suffix == "B";
+  if (end == text.c_str() || !known || !(number >= 1) || number > 1e15) {
+    throw UsageError("--params takes a number such as 124439808, 124M or 7B, not '" + text + "'");
+  }
+  return std::llround(number);
+}
+
+ModelShape shape_for(const Question& q) {
+  if (q.params.empty()) {
+    return model::shape_of({.layers = q.run.layers,
+                            .heads = q.run.heads,
+                            .width = q.run.width,
+                            .context = q.run.context,
+                            .vocabulary = q.vocabulary});
+  }
+  const int64_t params = read_params(q.params);
+  const int64_t each = params / q.units;
+  ModelShape shape;
+  for (int64_t i = 0; i < q.units; ++i) shape.units.push_back(each + (i < params % q.units ? 1 : 0));
+  shape.largest = each;
+  return shape;
+}
+
+std::string mb(int64_t bytes) {
+  if (bytes == 0) return "-";
+  if (bytes >= 10'000'000) return report::human_bytes(bytes);
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.2f MB", static_cast<double>(bytes) / 1e6);
+  return text;
+}
+
+void print(const Question& q, const ModelShape& shape, const std::vector<Settings>& runs) {
+  int64_t largest = 0;
+  for (const int64_t unit : shape.units) largest = std::max(largest, unit);
+  std::printf("%s with %s parameters in %zu units (the largest %s) on %lld %s, %s, AdamW, bytes per rank:\n\n",
+              q.params.empty() ? "gpt" : "a model", report::human_count(shape.params()).c_str(), shape.units.size(),
+              report::human_count(largest).c_str(), static_cast<long long>(q.run.ranks),
+              q.run.ranks == 1 ? "rank" : "ranks", q.run.dtype.c_str());
+  std::printf("  %-8s %-6s %11s %11s %11s %11s   %11s %11s   %11s\n", "strategy", "mesh", "parameters", "gradients",
+              "state", "together", "gathered", "buckets", "wire/step");
+  for (const Settings& run : runs) {
+    const Plan plan = plan_for(run, run.ranks);
+    const Estimate e = estimate(shape, plan);
+    const std::string mesh = std::to_string(plan.mesh.replicate) + "x" + std::to_string(plan.mesh.shard);
+    std::printf("  %-8s %-6s %11s %11s %11s %11s   %11s %11s   %11s\n", run.strategy.c_str(), mesh.c_str(),
+                mb(e.parameters).c_str(), mb(e.gradients).c_str(), mb(e.state).c_str(), mb(e.held()).c_str(),
+                mb(e.gathered).c_str(), mb(e.buckets).c_str(), mb(e.wire).c_str());
+  }
+  std::printf(
+      "\nmesh: replicate x shard. Gathered units and buckets come and go within a step; activations are not "
+      "counted.\n");
+}
+
+}  // namespace
+
+Plan plan_for(const Settings& s, int64_t ranks) {
+  Plan plan;
+  plan.row = strategy(s.strategy);
+  plan.mesh = mesh_for(s.strategy, s.mesh, ranks);
+  plan.recipe = s.dtype == "bf16" ? kBfloat16 : kFloat32;
+  plan.bucket_bytes = static_cast<int64_t>(s.bucket_mb * (1 << 20));
+  plan.backwards = micro_batches(s, ranks);
+  const bool each_time = plan.row.gradient == Placement::sharded && !s.hold_unsharded && !s.deterministic;
+  plan.reductions = each_time ? plan.backwards : 1;
+  return plan;
+}
+
+nlohmann::ordered_json to_json(const Estimate& e) {
+  return {{"parameters", e.parameters}, {"gradients", e.gradients}, {"state", e.state}, {"held", e.held()},
+          {"gathered", e.gathered},     {"buckets", e.buckets},     {"wire", e.wire}};
+}
+
+int estimate(const std::vector<std::string>& words) {
+  Question q;
+  q.run.ranks = 1;
+  const std::vector<Flag> table = table_of(q);
+  const std::string page =
+      "Usage: plumb estimate [flags]\n\n"
+      "Bytes that each rank holds and sends in a step, before anything runs.\n" +
+      describe(table) + "  -h, --help            this page\n";
+  if (parse("estimate", words, table).help) {
+    std::fputs(page.c_str(), stdout);
+    return 0;
+  }
+  if (!q.strategy.empty()) q.run.strategy = q.strategy;
+  check_sizes(q.run);
+  for (const auto& [flag, value] :
+       {std::pair{"ranks", q.run.ranks}, {"units", q.units}, {"vocabulary", q.vocabulary}}) {
+    if (value < 1 || value > 1'000'000'000) {
+      throw UsageError(std::string("--") + flag + " is " + std::to_string(value) +
+                       "; it must be at least 1 and at most 10^9");
+    }
+  }
+  const ModelShape shape = shape_for(q);
+  std::vector<Settings> runs;
+  for (const Strategy& row : strategies()) {
+    if (!q.strategy.empty() && row.name != q.strategy) continue;
+    runs.push_back(q.run);
+    runs.back().strategy = row.name;
+    mesh_for(row.name, q.run.mesh, q.run.ranks);
+  }
+  if (!q.run.json) {
+    print(q, shape, runs);
+    return 0;
+  }
+  nlohmann::ordered_json all = {{"params", shape.params()},
+                                {"units", shape.units.size()},
+                                {"ranks", q.run.ranks},
+                                {"dtype", q.run.dtype},
+                                {"estimates", nlohmann::ordered_json::array()}};
+  for (const Settings& run : runs) {
+    const Plan plan = plan_for(run, run.ranks);
+    nlohmann::ordered_json one = {{"strategy", run.strategy},
+                                  {"mesh", {{"replicate", plan.mesh.replicate}, {"shard", plan.mesh.shard}}}};
+    one.update(to_json(estimate(shape, plan)));
+    all["estimates"].push_back(one);
+  }
+  std::puts(report::one_line(all).c_str());
+  return 0;
+}
+
+}  // namespace plumb::cli
