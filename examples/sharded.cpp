@@ -31,7 +31,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-int main() {
+int main() try {
   plumb::World world = plumb::World::join();
   torch::manual_seed(1);
   Net net(64);
@@ -51,4 +51,7 @@ int main() {
   }
   const at::Tensor whole = engine.full_parameter(net->parameters()[0]);  // on every rank
   if (world.rank() == 0) std::printf("block0.up.weight has norm %.4f\n", whole.norm().item<double>());
+} catch (const plumb::Error& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 1;
 }
