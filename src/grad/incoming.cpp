@@ -35,6 +35,7 @@ void Reducer::open_incoming(Bucket& bucket) {
   if (bucket.incoming.defined()) return;
   if (!deterministic_) keep_few_in_flight();
   const Sink& any = *bucket.sinks[0];
+  const Alone alone(bucket.lanes, bucket.device());  // memory is first the lane's that asked for it
   bucket.incoming =
       data_.allocate(bucket.numel, at::TensorOptions().dtype(any.rule.bucket).device(any.parameter.device()));
 }
@@ -74,7 +75,7 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
   open_incoming(bucket);
   const double scale = deterministic_ ? 1.0 : 1.0 / data_.size();
   sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), scale);
-  bucket.producers.wrote(bucket.incoming.device());
+  bucket.lanes.end_part(bucket.device());
   ledger_.settled(sink.index);
 }
 
@@ -82,7 +83,6 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
 void Reducer::complete_incoming(Bucket& bucket, double scale) {
   at::NoGradGuard no_grad;
   open_incoming(bucket);
-  bucket.producers.join(bucket.incoming.device());
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
     const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
@@ -126,7 +126,6 @@ void Reducer::reduce_incoming(Bucket& bucket) {
     bucket.reduction = groups_.shard.reduce_scatter(target, bucket.incoming);
     in_flight_.push_back(&bucket);
   }
-  bucket.producers.clear();
 }
 
 void Reducer::finish(Bucket& bucket, const Where& where) {
@@ -134,11 +133,15 @@ void Reducer::finish(Bucket& bucket, const Where& where) {
   at::NoGradGuard no_grad;
   bucket.under_way = false;
   std::erase(in_flight_, &bucket);
+  const Alone alone(bucket.lanes, bucket.device());
   bucket.reduction.wait(where);
   if (!eats()) return;
   const at::Tensor& target = bucket.arriving.defined() ? bucket.arriving : bucket.gradient;
   if (!deterministic_) groups_.replicate.all_reduce(target).wait(where);
   if (bucket.arriving.defined()) bucket.gradient.add_(bucket.arriving);
+  // They were made under the lanes of the backward and die under this one, which has waited for all of them.
+  keep_for_current(bucket.arriving);
+  keep_for_current(bucket.incoming);
   bucket.arriving.reset();
   bucket.incoming.reset();
 }
@@ -176,6 +179,7 @@ void Reducer::prepare_share() {
   for (Sink& sink : sinks_) {
     Bucket& bucket = buckets_[sink.slot.bucket];
     if (!sink.grad().defined()) {
+      const Alone alone(bucket.lanes, bucket.device());
       for (at::Tensor& sum : bucket.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
     } else if (sink.grad_in_bucket() && sink.view._version() != sink.version) {
       throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
@@ -191,6 +195,7 @@ void Reducer::push_shares() {
   const int64_t count = options_.virtual_ranks / data_.size();
   if (passes_ > count) return;  // step() says so
   for (Bucket& bucket : buckets_) {
+    const Alone alone(bucket.lanes, bucket.device());
     make_gradient(bucket);
     const std::vector<at::Tensor> shares = bucket.shares;
     for (Sink* sink : bucket.sinks) {
@@ -208,6 +213,7 @@ void Reducer::push_shares() {
     bucket.incoming.reset();
     for (int sums = sums_after(passes_ - 1, 0, count); sums > 0; --sums) {
       bucket.shares[bucket.shares.size() - 2].add_(bucket.shares.back());
+      keep_for_current(bucket.shares.back());
       bucket.shares.pop_back();
     }
   }
@@ -229,6 +235,7 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   if (sink == nullptr) return {};
   at::NoGradGuard no_grad;
   Bucket& bucket = buckets_[sink->slot.bucket];
+  const Alone alone(bucket.lanes, bucket.device());
   if (!shards_gradient_) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
   make_gradient(bucket);
   const at::Tensor whole = data_.allocate(bucket.numel, bucket.gradient.options());
