@@ -201,12 +201,12 @@ World World::join(const WorldOptions& options) {
       return Impl::Pair{make_group(data, watch, data_index), make_group(gloo[0], watch, control_index)};
     };
     impl->part = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
-                  store = impl->store](const std::string& name, const std::vector<int>& members, int rank) {
+                  store = impl->store](const std::string& name, const std::vector<int>& members, int rank, int index) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
       const int size = static_cast<int>(members.size());
-      const auto backend = nccl ? make_nccl(keys, rank, size, place.local_rank, timeout)
-                                : make_gloo(keys, rank, size, timeout, address, 1)[0];
-      return make_group(backend, watch, data_index);
+      const auto backend = nccl && index == data_index ? make_nccl(keys, rank, size, place.local_rank, timeout)
+                                                       : make_gloo(keys, rank, size, timeout, address, 1)[0];
+      return make_group(backend, watch, index);
     };
     const Impl::Pair own = impl->another(0);
     impl->data = own.data;
