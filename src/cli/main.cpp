@@ -13,6 +13,7 @@
 #include "cli/launch.h"
 #include "cli/process.h"
 #include "cli/settings.h"
+#include "cli/sim.h"
 #include "cli/train.h"
 #include "model/addition.h"
 #include "model/text.h"
@@ -30,6 +31,7 @@ constexpr const char* kHelp =
     "Usage: plumb <command> [flags]\n"
     "\n"
     "  plumb train     train a small model on one or many ranks\n"
+    "  plumb sim       run the engine on a simulated accelerator and look for races\n"
     "  plumb info      versions, devices, backends (--json for machines)\n"
     "\n"
     "Try\n"
@@ -161,6 +163,7 @@ int run(int argc, char** argv) {
   words.erase(words.begin());
   if (command == "train") return run_train(words, argv);
   if (command == "info") return info(words);
+  if (command == "sim") return sim(words);
   if (command == "--help" || command == "-h" || command == "help") {
     std::fputs(kHelp, stdout);
     return 0;
@@ -169,7 +172,7 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command '" + command + "'; the commands are: train, info");
+  throw UsageError("unknown command '" + command + "'; the commands are: train, sim, info");
 }
 
 }  // namespace

@@ -33,6 +33,10 @@ Net::Net() {
 
 Actor::Actor(const Scenario& scenario, const World& world, const std::string& strategy, c10::Device device)
     : scenario_(scenario), world_(world), strategy_(strategy), device_(device) {
+  // The accumulators are made elsewhere on purpose.
+  if constexpr (requires { at::globalContext().setWarnOnAccumulateGradStreamMismatch(false); }) {
+    at::globalContext().setWarnOnAccumulateGradStreamMismatch(false);
+  }
   if (!simulated()) return;
   streams_.push_back(current_stream(device.index()));
   for (const char* name : {"one", "two", "three"}) streams_.push_back(new_stream(device.index(), name));
@@ -66,7 +70,7 @@ Engine& Actor::build(const std::vector<int>& accumulators) {
 at::Tensor Actor::input(int micro) const {
   const auto seed = static_cast<uint64_t>(7919 * micro + 104729 * (rank() + 1));
   const at::Tensor x = at::randn({4, kWidth}, at::detail::createCPUGenerator(seed));
-  return x.to(scenario_.half ? at::kBFloat16 : at::kFloat).to(device_);
+  return x.to(options().dtype()).to(device_);
 }
 
 at::Tensor Actor::loss(const at::Tensor& x) {
@@ -101,16 +105,15 @@ void Actor::uses(const at::Tensor& tensor) const {
 
 c10::Stream Actor::stream(int lane) { return streams_.at(static_cast<size_t>(lane)); }
 
-std::vector<at::Tensor> Actor::results() {
+at::Tensor Actor::results() {
   for (int lane = 1; lane <= 3; ++lane) wait(0, lane);
-  std::vector<at::Tensor> all;
-  for (const auto& item : net_->named_parameters()) {
-    all.push_back(engine_->full_parameter(item.value()).cpu());
-    const at::Tensor gradient = engine_->full_gradient(item.value());
-    all.push_back(gradient.defined() ? gradient.cpu() : gradient);
-  }
-  for (const at::Tensor& value : noted_) all.push_back(value.cpu());
-  return all;
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> parameters = net_->parameters();
+  const Gathered whole = engine_->gathered(parameters);
+  std::vector<at::Tensor> flat = noted_;
+  flat.insert(flat.end(), parameters.begin(), parameters.end());
+  for (at::Tensor& each : flat) each = each.reshape(-1).to(at::kFloat);
+  return at::cat(flat).cpu();
 }
 
 }  // namespace plumb::sim

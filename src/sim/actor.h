@@ -43,6 +43,7 @@ class Actor {
   Engine& engine() { return *engine_; }
   Net& net() { return *net_; }
 
+  at::TensorOptions options() const { return at::device(device_).dtype(scenario_.half ? at::kBFloat16 : at::kFloat); }
   // This rank's samples of a micro-batch, copied to the device under the current lane.
   at::Tensor input(int micro) const;
   at::Tensor loss(const at::Tensor& x);
@@ -62,8 +63,8 @@ class Actor {
 
   // A number the results are compared by; it is read when the program has ended.
   void note(const at::Tensor& value) { noted_.push_back(value.detach()); }
-  // Parameters, reduced gradients and everything noted, on the CPU.
-  std::vector<at::Tensor> results();
+  // Everything noted and all parameters, on the CPU, exactly, as f32.
+  at::Tensor results();
 
  private:
   c10::Stream stream(int lane);

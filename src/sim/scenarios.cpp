@@ -12,10 +12,10 @@
 namespace plumb::sim {
 namespace {
 
-// Small enough that the model has several buckets, and one weight that is larger than any.
+// Both branches in one bucket, which is not the last; one weight that is larger than any bucket.
 Options small_buckets() {
   Options options;
-  options.bucket_bytes = 1024;
+  options.bucket_bytes = 800;
   options.first_bucket_bytes = 256;
   options.clip_norm = 0.05;
   return options;
@@ -27,27 +27,45 @@ void step(Actor& actor) { actor.note(actor.engine().step().grad_norm); }
 void churn(Actor& actor) {
   for (int lane = 0; lane <= 3; ++lane) {
     actor.on(lane, [&] {
-      for (const int64_t size : {8, 72, 144, 432}) (void)at::full({size}, 7.0, actor.input(0).options());
+      for (const int64_t size : {8, 72, 144, 432}) (void)at::full({size}, 7.0, actor.options());
     });
   }
 }
 
-void train_branched(Actor& actor, const std::vector<int>& accumulators) {
-  actor.build(accumulators);
+void several_streams(Actor& actor) {
+  actor.build({1, 2, 3, 0});
   for (int number = 0; number < 2; ++number) {
-    for (int micro = 0; micro < 2; ++micro) {
-      const at::Tensor loss = actor.branched_loss(actor.input(2 * number + micro), 1, 2);
-      loss.backward();
-      actor.note(loss);
-    }
+    const at::Tensor loss = actor.branched_loss(actor.input(number), 1, 2);
+    loss.backward();
+    actor.note(loss);
+    churn(actor);
     step(actor);
     actor.engine().zero_grad();
   }
 }
 
-void several_streams(Actor& actor) { train_branched(actor, {1, 2, 3, 0}); }
-
-void large_parameter(Actor& actor) { train_branched(actor, {0, 0, 0, 0, 0, 0, 3, 3, 0, 0}); }
+// Three losses in one backward. The second time, the large gradient comes before those of the bucket in front of it, so
+// that another stream than its own begins its reduction.
+void large_parameter(Actor& actor) {
+  actor.build({0, 0, 0, 0, 0, 0, 3, 3, 0, 0});
+  Net& net = actor.net();
+  for (int number = 0; number < 3; ++number) {
+    const at::Tensor x = actor.input(number);
+    const at::Tensor one = x.sum(1, /*keepdim=*/true);
+    const auto branches = [&] {
+      const at::Tensor h = net.trunk->forward(x);
+      return (net.left->forward(h) + net.right->forward(h)).square().mean();
+    };
+    const at::Tensor head = net.head->forward(one.expand({4, 48})).square().mean();
+    at::Tensor large;
+    if (number == 0) large = net.large->forward(one.expand({4, 9})).square().mean();
+    const at::Tensor both = branches();
+    if (number > 0) large = net.large->forward(one.expand({4, 9})).square().mean();
+    (head + large + both).backward();
+    step(actor);
+    actor.engine().zero_grad();
+  }
+}
 
 // Backwards from two streams that know nothing of each other. In plain torch this is right, since a leaf accumulates
 // where its accumulator was made.
@@ -55,7 +73,7 @@ void refill(Actor& actor) {
   actor.build({3, 0});
   for (const int lane : {1, 2}) actor.wait(lane, 0);
   for (int number = 0; number < 2; ++number) {
-    for (const int lane : {1, 2, 1}) {
+    for (const int lane : {1, 2}) {
       actor.on(lane, [&] {
         const at::Tensor loss = actor.loss(actor.input(3 * number + lane));
         loss.backward();
@@ -71,10 +89,8 @@ void refill(Actor& actor) {
 void temporaries(Actor& actor) {
   actor.build({1, 2});
   for (int number = 0; number < 2; ++number) {
-    for (int micro = 0; micro < 2; ++micro) {
-      actor.branched_loss(actor.input(2 * number + micro), 1, 3).backward();
-      churn(actor);
-    }
+    actor.branched_loss(actor.input(number), 1, 3).backward();
+    churn(actor);
     for (const at::Tensor& parameter : actor.net().parameters()) parameter.mutable_grad() = parameter.grad() * 0.5;
     churn(actor);
     step(actor);
@@ -87,9 +103,7 @@ void step_elsewhere(Actor& actor) {
   actor.build();
   for (const int lane : {1, 2, 3}) actor.wait(lane, 0);
   for (int number = 0; number < 3; ++number) {
-    actor.on(1, [&] {
-      for (int micro = 0; micro < 2; ++micro) actor.loss(actor.input(2 * number + micro)).backward();
-    });
+    actor.on(1, [&] { actor.loss(actor.input(number)).backward(); });
     actor.on(number == 1 ? 3 : 2, [&] {
       step(actor);
       actor.engine().zero_grad();
@@ -152,19 +166,23 @@ void one_module_two_streams(Actor& actor) {
   for (int number = 0; number < 2; ++number) {
     const at::Tensor h = actor.net().trunk->forward(actor.input(number));
     for (const int lane : {1, 2}) actor.wait(lane, 0);
-    const UnitScope left(unit::door_of(actor.net().left.ptr()));
     std::vector<at::Tensor> branches;
-    for (const int lane : {1, 2}) {
-      actor.on(lane, [&] {
-        branches.push_back(actor.net().left->forward(h * lane));
-        actor.uses(h);
-      });
+    {
+      const UnitScope whole(unit::door_of(actor.net().left.ptr()));
+      for (const int lane : {1, 2}) {
+        actor.on(lane, [&] {
+          branches.push_back(actor.net().left->forward(h * lane));
+          actor.uses(h);
+        });
+      }
     }
+    churn(actor);
     for (const int lane : {1, 2}) actor.wait(0, lane);
     const at::Tensor both = branches[0] + branches[1] + actor.net().right->forward(h);
     for (const at::Tensor& branch : branches) actor.uses(branch);
     actor.net().head->forward(actor.net().large->forward(both)).square().mean().backward();
     churn(actor);
+    step(actor);
     actor.engine().zero_grad();
   }
 }
