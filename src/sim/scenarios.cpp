@@ -32,22 +32,22 @@ void churn(Actor& actor) {
   }
 }
 
+// Each branch has a weight and a bias that accumulate under different streams, the second time in place.
 void several_streams(Actor& actor) {
-  actor.build({1, 2, 3, 0});
+  actor.build({1, 2, 3, 1, 0, 2, 3, 0, 1, 2});
   for (int number = 0; number < 2; ++number) {
     const at::Tensor loss = actor.branched_loss(actor.input(number), 1, 2);
     loss.backward();
     actor.note(loss);
     churn(actor);
     step(actor);
-    actor.engine().zero_grad();
   }
 }
 
 // Three losses in one backward. The second time, the large gradient comes before those of the bucket in front of it, so
 // that another stream than its own begins its reduction.
 void large_parameter(Actor& actor) {
-  actor.build({0, 0, 0, 0, 0, 0, 3, 3, 0, 0});
+  actor.build({0, 0, 0, 0, 0, 0, 3, 0, 0, 0});
   Net& net = actor.net();
   for (int number = 0; number < 3; ++number) {
     const at::Tensor x = actor.input(number);
@@ -63,7 +63,6 @@ void large_parameter(Actor& actor) {
     if (number > 0) large = net.large->forward(one.expand({4, 9})).square().mean();
     (head + large + both).backward();
     step(actor);
-    actor.engine().zero_grad();
   }
 }
 
