@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "plumb/strategy.h"
+#include "engine/impl.h"
 
 namespace plumb::sim {
 namespace {
@@ -64,7 +64,15 @@ Engine& Actor::build(const std::vector<int>& accumulators) {
   Options options = scenario_.options;
   options.strategy = strategy_;
   engine_ = std::make_unique<Engine>(world_, *net_, scenario_.optimizer, options);
+  name_gradients();
   return *engine_;
+}
+
+void Actor::name_gradients() {
+  if (!simulated()) return;
+  for (const Sink& sink : engine_->impl().reducer->sinks()) {
+    if (sink.view.defined()) sim::name(sink.view, "gradient of " + sink.name);
+  }
 }
 
 at::Tensor Actor::input(int micro) const {

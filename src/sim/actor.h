@@ -41,6 +41,8 @@ class Actor {
   // where this is called.
   Engine& build(const std::vector<int>& accumulators = {});
   Engine& engine() { return *engine_; }
+  // Reports call the gradients' memory by its parameters, wherever it lies by now.
+  void name_gradients();
   Net& net() { return *net_; }
 
   at::TensorOptions options() const { return at::device(device_).dtype(scenario_.half ? at::kBFloat16 : at::kFloat); }

@@ -5,8 +5,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-
 #include "sim/actor.h"
 
 namespace plumb::sim {
@@ -21,7 +19,11 @@ Options small_buckets() {
   return options;
 }
 
-void step(Actor& actor) { actor.note(actor.engine().step().grad_norm); }
+void step(Actor& actor) {
+  const Scope scope("step()");
+  actor.note(actor.engine().step().grad_norm);
+  actor.name_gradients();
+}
 
 // Memory that was freed is handed out again, whoever still reads it.
 void churn(Actor& actor) {
@@ -266,7 +268,7 @@ const std::vector<Scenario>& scenarios() {
       {"T3", "refill", "the next pass, from another stream, refills a buffer that is still being reduced",
        small_buckets(), SGD{.lr = 0.1, .momentum = 0.9}, refill},
       {"T4", "temporaries", "casts, replaced gradients and temporaries are freed while another stream reads them",
-       wide_sums(), AdamW{.lr = 1e-2}, temporaries, {}, true},
+       wide_sums(), AdamW{.lr = 1e-2}, temporaries, /*half=*/true},
       {"T5", "step-elsewhere", "forward and backward on a side stream, step() on others", small_buckets(),
        AdamW{.lr = 1e-2}, step_elsewhere},
       {"", "evaluate-beside", "evaluation on another stream between a forward and its backward", small_buckets(),
@@ -294,10 +296,6 @@ std::vector<const Scenario*> scenarios_called(const std::string& name) {
   }
   if (found.empty()) throw Error("unknown scenario '" + name + "'; there are: " + known);
   return found;
-}
-
-bool plays(const Scenario& scenario, const std::string& strategy) {
-  return scenario.only.empty() || std::find(scenario.only.begin(), scenario.only.end(), strategy) != scenario.only.end();
 }
 
 }  // namespace plumb::sim

@@ -20,13 +20,11 @@ struct Scenario {
   Options options;
   Optimizer optimizer = AdamW{.lr = 1e-2};
   std::function<void(Actor&)> program;
-  // Strategies it makes sense for; empty: all.
-  std::vector<std::string> only = {};
   bool half = false;  // bf16 parameters
 };
 
 const std::vector<Scenario>& scenarios();
-// The scenario of that name or id; an Error that lists the names otherwise.
+// The scenarios of that name or id, all for an empty one; an Error that lists the names when there is none.
 std::vector<const Scenario*> scenarios_called(const std::string& name);
 
 // What came out under all seeds.
@@ -48,7 +46,6 @@ struct Played {
 
 // How many ranks a strategy is played with: enough for both axes of its mesh.
 int ranks_for(const std::string& strategy);
-bool plays(const Scenario& scenario, const std::string& strategy);
 
 // Seeds `first` to `first + seeds`. Needs init(ranks_for(strategy)). Goes on after a bad seed unless it is the report
 // alone that is wanted.
