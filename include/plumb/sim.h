@@ -32,6 +32,10 @@ namespace c10d {
 class Backend;
 }
 
+namespace plumb {
+class World;
+}
+
 namespace plumb::sim {
 
 inline constexpr int max_devices = 16;
@@ -101,7 +105,8 @@ struct Fault {
 struct Statistics {
   uint64_t operations = 0;
   uint64_t order = 0;       // hash of the order of execution: equal for equal seeds
-  uint64_t host_syncs = 0;  // times the host blocked for a device
+  uint64_t host_syncs = 0;  // times a host blocked: for a device, or for the others' hosts
+  uint64_t device_waits = 0;  // of those, for a device
   uint64_t allocations = 0;
   uint64_t reuses = 0;  // allocations served by memory that had been freed
   uint64_t collectives = 0;
@@ -150,6 +155,10 @@ void host_writes(const at::Tensor& cpu_tensor);
 // and hands over only where it blocks, so one seed is one order. Each rank has its own default random generator, which
 // starts as the caller's. Throws the first rank's error, when any.
 void run_ranks(int n, const std::function<void(int rank)>& body);
+
+// The same, with a World for each rank whose engines train on the rank's device: gradients travel over communicators of
+// their own streams, small host messages beside them. Throws the error that came first.
+void run_world(int n, const std::function<void(World)>& body);
 
 // Blocks this rank, letting others run, until `ready` holds; `ready` runs with no other rank running.
 void wait_until(const std::function<bool()>& ready, const std::string& what);

@@ -15,6 +15,7 @@
 #include "cli/memory.h"
 #include "cli/process.h"
 #include "cli/settings.h"
+#include "cli/sim.h"
 #include "cli/train.h"
 #include "model/addition.h"
 #include "model/text.h"
@@ -33,6 +34,7 @@ constexpr const char* kHelp =
     "\n"
     "  plumb train     train a small model on one or many ranks\n"
     "  plumb estimate  memory and messages of a run, before it runs\n"
+    "  plumb sim       run the engine on a simulated accelerator and look for races\n"
     "  plumb info      versions, devices, backends (--json for machines)\n"
     "\n"
     "Try\n"
@@ -170,6 +172,7 @@ int run(int argc, char** argv) {
   if (command == "train") return run_train(words, argv);
   if (command == "estimate") return estimate(words);
   if (command == "info") return info(words);
+  if (command == "sim") return sim(words);
   if (command == "--help" || command == "-h" || command == "help") {
     std::fputs(kHelp, stdout);
     return 0;
@@ -178,7 +181,7 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command '" + command + "'; the commands are: train, estimate, info");
+  throw UsageError("unknown command '" + command + "'; the commands are: train, estimate, sim, info");
 }
 
 }  // namespace

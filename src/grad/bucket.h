@@ -23,7 +23,7 @@ struct Bucket {
   Range held;                // of the parameters: this rank's part where they are sharded, otherwise all of them
   at::Tensor gradient;       // the reduced gradient, `kept` of it; sharded: made when the first one comes
   at::Tensor parameter;      // flat, `held` of them; undefined until somebody wants it
-  Producers producers;       // whoever wrote the gradient since the last reduction
+  Lanes lanes;               // of `gradient`, `incoming`, `arriving`, `shares`, and of the optimizer's state
 
   // Where gradients are not summed in place: what this pass has contributed, from its first gradient to its reduction.
   at::Tensor incoming;
@@ -38,6 +38,7 @@ struct Bucket {
   bool under_way = false;
   Pending reduction;
 
+  c10::Device device() const { return sinks[0]->parameter.device(); }
   int64_t after(size_t sink) const { return sink + 1 < sinks.size() ? sinks[sink + 1]->slot.offset : numel; }
 };
 

@@ -45,6 +45,7 @@ GradTarget Reducer::open_fused(Sink& sink) {
   const bool in_pass = delivering_ || torch::autograd::get_current_graph_task_id() >= 0;
   if (in_pass) join_pass(sink, true);
   Bucket& bucket = buckets_[sink.slot.bucket];
+  if (!in_pass) bucket.lanes.begin_part(bucket.device());
   if (in_pass && eaten_) {
     open_incoming(bucket);
     const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
@@ -70,7 +71,7 @@ GradTarget Reducer::open_fused(Sink& sink) {
 void Reducer::wrote_fused(Sink& sink) {
   Lock lock(mutex_);
   Bucket& bucket = buckets_[sink.slot.bucket];
-  bucket.producers.wrote(sink.parameter.device());
+  bucket.lanes.end_part(bucket.device());
   const bool in_pass = delivering_ || torch::autograd::get_current_graph_task_id() >= 0;
   if (in_pass && eaten_) {
     ++sink.taken;

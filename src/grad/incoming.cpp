@@ -34,7 +34,8 @@ int sums_after(int64_t leaf, int64_t begin, int64_t end) {
 void Reducer::open_incoming(Bucket& bucket) {
   if (bucket.incoming.defined()) return;
   if (!deterministic_) keep_few_in_flight();
-  const c10::Device device = bucket.sinks[0]->parameter.device();
+  const c10::Device device = bucket.device();
+  const Alone alone(bucket.lanes, device);  // memory is first the lane's that asked for it
   const auto spare = std::find_if(spares_.begin(), spares_.end(), [&](const at::Tensor& one) {
     return one.numel() >= bucket.numel && one.scalar_type() == bucket.dtype && one.device() == device;
   });
@@ -95,7 +96,7 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
   open_incoming(bucket);
   const double scale = deterministic_ ? 1.0 : 1.0 / data_.size();
   sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), sink.raw ? 1.0 : scale);
-  bucket.producers.wrote(bucket.incoming.device());
+  bucket.lanes.end_part(bucket.device());
   ledger_.settled(sink.index);
 }
 
@@ -103,7 +104,6 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
 void Reducer::complete_incoming(Bucket& bucket, double scale) {
   at::NoGradGuard no_grad;
   open_incoming(bucket);
-  bucket.producers.join(bucket.incoming.device());
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
     const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
@@ -149,7 +149,6 @@ void Reducer::reduce_incoming(Bucket& bucket) {
     bucket.reduction = groups_.shard.reduce_scatter(target, bucket.incoming);
     in_flight_.push_back(&bucket);
   }
-  bucket.producers.clear();
 }
 
 void Reducer::finish(Bucket& bucket, const Where& where) {
@@ -157,15 +156,20 @@ void Reducer::finish(Bucket& bucket, const Where& where) {
   at::NoGradGuard no_grad;
   bucket.under_way = false;
   std::erase(in_flight_, &bucket);
+  const Alone alone(bucket.lanes, bucket.device());
   bucket.reduction.wait(where);
   if (!eats()) return;
   const at::Tensor& target = bucket.arriving.defined() ? bucket.arriving : bucket.gradient;
   if (!deterministic_) groups_.replicate.all_reduce(target).wait(where);
   if (bucket.arriving.defined()) bucket.gradient.add_(bucket.arriving);
+  // They were made under the lanes of the backward and die under this one, which has waited for all of them.
+  keep_for_current(bucket.arriving);
+  keep_for_current(bucket.incoming);
   bucket.arriving.reset();
   bucket.incoming.reset();
   // Fresh memory costs a fault per page: the next bucket of this step takes this one's.
-  if (bucket.lent.defined() && !deterministic_ && spares_.size() < kInFlight) spares_.push_back(bucket.lent);
+  const bool reusable = bucket.device().is_cpu() && !deterministic_ && spares_.size() < kInFlight;
+  if (bucket.lent.defined() && reusable) spares_.push_back(bucket.lent);
   bucket.lent.reset();
 }
 
@@ -202,6 +206,7 @@ void Reducer::prepare_share() {
   for (Sink& sink : sinks_) {
     Bucket& bucket = buckets_[sink.slot.bucket];
     if (!sink.grad().defined()) {
+      const Alone alone(bucket.lanes, bucket.device());
       for (at::Tensor& sum : bucket.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
     } else if (sink.grad_in_bucket() && sink.view._version() != sink.version) {
       throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
@@ -217,6 +222,7 @@ void Reducer::push_shares() {
   const int64_t count = options_.virtual_ranks / data_.size();
   if (passes_ > count) return;  // step() says so
   for (Bucket& bucket : buckets_) {
+    const Alone alone(bucket.lanes, bucket.device());
     make_gradient(bucket);
     const std::vector<at::Tensor> shares = bucket.shares;
     for (Sink* sink : bucket.sinks) {
@@ -234,6 +240,7 @@ void Reducer::push_shares() {
     bucket.incoming.reset();
     for (int sums = sums_after(passes_ - 1, 0, count); sums > 0; --sums) {
       bucket.shares[bucket.shares.size() - 2].add_(bucket.shares.back());
+      keep_for_current(bucket.shares.back());
       bucket.shares.pop_back();
     }
   }
@@ -255,6 +262,7 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   if (sink == nullptr) return {};
   at::NoGradGuard no_grad;
   Bucket& bucket = buckets_[sink->slot.bucket];
+  const Alone alone(bucket.lanes, bucket.device());
   if (!shards_gradient_) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
   make_gradient(bucket);
   const at::Tensor whole = data_.allocate(bucket.numel, bucket.gradient.options());

@@ -145,6 +145,7 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
       }
       bucket.sinks.push_back(&sink);
     }
+    bucket.lanes.end_all(bucket.device());
   }
   std::vector<std::string> names;
   std::vector<int> bucket_of;
@@ -191,6 +192,10 @@ void Reducer::rebuild() {
   const std::vector<int> indices(order.begin(), order.end());
   std::deque<Bucket> old = std::move(buckets_);  // alive until every gradient has moved
   buckets_.clear();
+  for (Bucket& bucket : old) {
+    bucket.lanes.begin_all(bucket.device());
+    keep_for_current(bucket.gradient);
+  }
   if (shards_gradient_) return reshard(old, indices);
   place(plan_sinks(sinks_, indices, options_, data_.size()), indices);
 }

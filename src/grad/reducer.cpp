@@ -27,6 +27,7 @@ void Reducer::join_pass(Sink& sink, bool contributes) {
   }
   // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
   Bucket& bucket = buckets_[sink.slot.bucket];
+  bucket.lanes.begin_part(bucket.device());  // contract 2: a producer waits for the reduction
   if (bucket.launched && fault != Fault::reduce_early) {
     finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     bucket.late = true;
@@ -62,7 +63,6 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
                       "' has no gradient right after one was accumulated: a hook took it away. Gradients "
                       "must stay until step(); let the engine's optimizer consume them");
     }
-    bucket.producers.wrote(sink.parameter.device());
     if (fault != Fault::drop_delivery) ++sink.unsettled;
     if (fault == Fault::double_delivery) ++sink.unsettled;
     if (sink.must_settle_now()) {
@@ -72,6 +72,7 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
         settle(sink, 1.0);
       }
     }
+    bucket.lanes.end_part(bucket.device());
   }
   ready_order_.push_back(sink.index);
   if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete) on_complete(bucket);
@@ -123,8 +124,10 @@ bool Reducer::follow_rules() {
       digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ static_cast<uint64_t>(cast)) * 0x100000001b3u);
     }
     if (dtype != bucket.dtype) {
+      const Alone alone(bucket.lanes, bucket.device());
       bucket.dtype = dtype;
       const at::Tensor old = bucket.gradient;
+      if (old.defined()) keep_for_current(old);
       bucket.gradient.reset();
       if (old.defined()) make_gradient(bucket, old);
     }
@@ -138,7 +141,7 @@ bool Reducer::follow_rules() {
 void Reducer::untangle() {
   for (Sink& sink : sinks_) {
     if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;
-    for (const Bucket& bucket : buckets_) {
+    for (Bucket& bucket : buckets_) {
       if (!bucket.gradient.defined() || !sink.grad().storage().is_alias_of(bucket.gradient.storage())) continue;
       at::NoGradGuard no_grad;
       if (shards_gradient_ && (sink.grad().sizes() != sink.view.sizes() ||
@@ -147,6 +150,8 @@ void Reducer::untangle() {
                                        "' is another parameter's piece; where gradients are sharded, pieces cannot be "
                                        "moved between parameters: assign whole gradients (engine.full_gradient)");
       }
+      const Alone there(bucket.lanes, bucket.device());
+      const Alone here(buckets_[sink.slot.bucket].lanes, bucket.device());
       sink.grad() = sink.grad().clone();
       break;
     }
@@ -174,9 +179,9 @@ void Reducer::reduce(Bucket& bucket) {
   bucket.launched = true;
   if (fault == Fault::reduce_never && bucket.index == 0) return;
   bucket.under_way = true;
+  const c10::Device device = bucket.device();
+  const Alone alone(bucket.lanes, device);  // contract 2: a reduction waits for every producer
   if (eats()) return reduce_incoming(bucket);
-  const auto device = bucket.gradient.device();
-  bucket.producers.join(device);
   const double mean = 1.0 / data_.size();
   const bool batched = !device.is_cpu();
   if (batched) copy_together(bucket);
@@ -194,7 +199,6 @@ void Reducer::reduce(Bucket& bucket) {
     if (batched) bucket.gradient.mul_(mean);
     bucket.reduction = data_.all_reduce(bucket.gradient);
   }
-  bucket.producers.clear();
 }
 
 // Copies every plain gradient of the bucket to its place with one call, and makes the places their .grad.
@@ -208,6 +212,7 @@ void Reducer::copy_together(Bucket& bucket) {
   }
   if (places.size() < 2) return;
   at::_foreach_copy_(places, gradients);
+  for (const at::Tensor& gradient : gradients) keep_for_current(gradient);
   size_t next = 0;
   for (Sink* sink : bucket.sinks) {
     if (next < gradients.size() && sink->grad().defined() && sink->grad().is_same(gradients[next])) {
@@ -278,6 +283,7 @@ void Reducer::backward_ended(std::exception_ptr failure) {
   attached_ = 0;
   open_ = false;
   if (stopped_ || !broken_.empty()) return;
+  for_devices([this](c10::Device device) { callers_.add(device); });
   close_pass(failure != nullptr);
 }
 
@@ -428,6 +434,9 @@ void Reducer::settle_step() {
   if (delivering_) throw Error(world_.rank(), "step() after delivered gradients; call end_pass() first");
   if (open_) throw Error(world_.rank(), "step() was called inside a backward; call it after backward() has returned");
   failure_ = nullptr;
+  // step() may be called on another stream than the backwards.
+  for_devices([this](c10::Device device) { callers_.join(device); });
+  for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
   untangle();
   std::vector<bool> late;
   for (Bucket& bucket : buckets_) {
@@ -475,9 +484,22 @@ void Reducer::settle_step() {
 
 void Reducer::finish_step() {
   Lock lock(mutex_);
+  for (Bucket& bucket : buckets_) bucket.lanes.end_all(bucket.device());
+  // The next forward reads the parameters where the backwards were called.
+  for_devices([this](c10::Device device) { callers_.follow(device); });
+  callers_.clear();
   ++steps_;
   passes_ = 0;
   std::erase_if(spares_, [](const at::Tensor& spare) { return spare.nbytes() > kSmallSpare; });
+}
+
+void Reducer::for_devices(const std::function<void(c10::Device)>& call) const {
+  std::vector<c10::Device> known;
+  for (const Bucket& bucket : buckets_) {
+    if (std::find(known.begin(), known.end(), bucket.device()) != known.end()) continue;
+    known.push_back(bucket.device());
+    if (!bucket.device().is_cpu()) call(bucket.device());
+  }
 }
 
 void Reducer::hold_sync(int change) {

@@ -130,6 +130,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void adopt(const std::vector<Facts>& all);
   void throw_if_failed_elsewhere(const std::vector<Facts>& all);
   void check_alive() const;
+  // Once for each device of the buckets that has streams.
+  void for_devices(const std::function<void(c10::Device)>& call) const;
 
   World world_;
   Options options_;
@@ -147,6 +149,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   std::vector<int> sink_of_;  // by candidate; -1 while it has never required a gradient
   std::deque<Sink> sinks_;    // stable addresses: hooks and buckets point here
   std::deque<Bucket> buckets_;
+
+  LaneSet callers_;  // the lanes that backwards of this step were called from
 
   std::recursive_mutex mutex_;
   bool stopped_ = false;

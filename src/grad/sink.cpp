@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lane/lane.h"
 #include "plumb/error.h"
 
 namespace plumb {
@@ -55,6 +56,7 @@ void Sink::settle(double scale) {
   }
   check_fits(*this, mine);
   copy_scaled(view, dense_values(mine), scale);
+  keep_for_current(mine);
   // A gradient with a graph of its own (create_graph), or of a dtype that must stay as it came, keeps its tensor.
   if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type())) {
     mirror_ = decltype(mirror_)(mine.getIntrusivePtr());
@@ -73,6 +75,7 @@ void Sink::adopt(bool used) {
   at::Tensor& mine = grad();
   if (grad_mirrored()) {
     mine.detach().copy_(view);  // the values change, the graph stays; one process would hold these values too
+    keep_for_current(mine);
   } else if (!mine.defined() && used) {
     mine = view;
   }
@@ -96,6 +99,7 @@ void Sink::take(const at::Tensor& gradient, const at::Tensor& place, double scal
   } else {
     place.add_(dense_values(gradient), scale);
   }
+  keep_for_current(gradient);
   given = true;
 }
 
@@ -108,6 +112,7 @@ void Sink::hand_over(const at::Tensor& place, double scale) {
     mine.reset();
   } else if (view.defined() && mine.sizes() == view.sizes()) {
     view.copy_(mine);
+    keep_for_current(mine);
     mine = view;
   } else {
     throw Error(c10::str("the gradient of parameter '", name, "' has shape ", mine.sizes(), "; expected ",

@@ -5,21 +5,77 @@
 #include <algorithm>
 
 namespace plumb {
+namespace {
 
-void Producers::wrote(c10::Device device) {
+using Guard = c10::impl::VirtualGuardImpl;
+
+c10::Stream current(c10::Device device) { return Guard(device.type()).getStream(device); }
+
+}  // namespace
+
+void LaneSet::add(c10::Device device) {
   if (device.is_cpu()) return;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const c10::Stream stream = current(device);
   auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& known) { return known.stream == stream; });
   if (lane == lanes_.end()) lane = lanes_.insert(lanes_.end(), Lane{stream, c10::Event(device.type())});
-  lane->event.record(stream);
+  lane->recorded = false;
 }
 
-void Producers::join(c10::Device device) {
+void LaneSet::join(c10::Device device) {
   if (lanes_.empty()) return;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const c10::Stream stream = current(device);
   for (Lane& lane : lanes_) {
-    if (lane.stream != stream) lane.event.block(stream);
+    if (lane.stream == stream) continue;
+    if (!lane.recorded) lane.event.record(lane.stream);
+    lane.recorded = true;
+    lane.event.block(stream);
   }
+}
+
+void LaneSet::follow(c10::Device device) {
+  if (lanes_.empty()) return;
+  const c10::Stream stream = current(device);
+  c10::Event now(device.type());
+  for (Lane& lane : lanes_) {
+    if (lane.stream == stream) continue;
+    if (!now.was_marked_for_recording()) now.record(stream);
+    now.block(lane.stream);
+  }
+}
+
+void LaneSet::keep(const c10::DataPtr& memory) const {
+  for (const Lane& lane : lanes_) Guard(lane.stream.device_type()).recordDataPtrOnStream(memory, lane.stream);
+}
+
+void Lanes::begin_part(c10::Device device) { all_.join(device); }
+
+void Lanes::end_part(c10::Device device) { parts_.add(device); }
+
+void Lanes::begin_all(c10::Device device) {
+  all_.join(device);
+  parts_.join(device);
+}
+
+void Lanes::end_all(c10::Device device) {
+  parts_.clear();
+  all_.clear();
+  all_.add(device);
+}
+
+void Lanes::keep(const c10::DataPtr& memory) const {
+  parts_.keep(memory);
+  all_.keep(memory);
+}
+
+void keep_for_current(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  if (tensor.is_sparse()) {
+    keep_for_current(tensor._indices());
+    return keep_for_current(tensor._values());
+  }
+  if (!tensor.has_storage()) return;
+  const c10::Device device = tensor.device();
+  Guard(device.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), current(device));
 }
 
 }  // namespace plumb

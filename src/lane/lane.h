@@ -1,7 +1,14 @@
-// Lanes: a stream with the events that order it after others. The only place that touches streams and events.
-// On the CPU there is one lane, and everything here does nothing.
+// Lanes: streams with the events that order them after others. The only place that touches streams and events, through
+// c10's device guard, so that every device takes the same road. On the CPU there is one lane, and everything here does
+// nothing.
+//
+// Some memory (a bucket, a gathered unit) keeps the lanes that used it. A use is either of a part, beside others that do
+// not disturb it (producers of a bucket, readers of gathered parameters), or of all of it, alone (the reduction, the
+// update, the gather). A part waits for the last use of all of it; a use of all waits for everybody. Waiting is between
+// streams: the host never blocks.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
@@ -10,21 +17,60 @@
 
 namespace plumb {
 
-// The lanes that wrote some memory, each with the point after its last write.
-class Producers {
+// A set of lanes, each with the point up to which others may have to wait for it.
+class LaneSet {
  public:
-  // The current stream of `device` has just enqueued a write.
-  void wrote(c10::Device device);
-  // Whatever the current stream of `device` does from here on comes after every write noted so far.
+  // The current stream of `device` belongs to it, with everything enqueued there up to the next join.
+  void add(c10::Device device);
+  // Whatever the current stream of `device` does from here on comes after what these lanes were given so far.
   void join(c10::Device device);
+  // The other way round: whatever these lanes are given from here on comes after the current stream's work so far.
+  void follow(c10::Device device);
+  // The memory goes back to its allocator no sooner than these lanes have passed what they were given before that.
+  void keep(const c10::DataPtr& memory) const;
   void clear() { lanes_.clear(); }
 
  private:
+  // The event is recorded when somebody waits: after the last write, whenever that was, and never for a lane that only
+  // follows itself.
   struct Lane {
     c10::Stream stream;
     c10::Event event;
+    bool recorded = false;
   };
   std::vector<Lane> lanes_;
 };
+
+// Who uses some memory. Calls come in pairs around what the current stream of `device` enqueues.
+class Lanes {
+ public:
+  void begin_part(c10::Device device);
+  void end_part(c10::Device device);
+  void begin_all(c10::Device device);
+  void end_all(c10::Device device);
+  // Memory that belongs to it is about to be freed or replaced, on whatever stream that happens.
+  void keep(const c10::DataPtr& memory) const;
+
+ private:
+  LaneSet parts_;  // since the last use of all
+  LaneSet all_;    // that one
+};
+
+// A use of all of it, from here to the end of the scope.
+class Alone {
+ public:
+  Alone(Lanes& lanes, c10::Device device) : lanes_(lanes), device_(device) { lanes_.begin_all(device_); }
+  ~Alone() { lanes_.end_all(device_); }
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+
+ private:
+  Lanes& lanes_;
+  c10::Device device_;
+};
+
+// The current stream has just been given work on this tensor, which is somebody else's (autograd's, the user's) or was
+// made under another stream: if it is freed before that work ran, its memory stays until then.
+void keep_for_current(const at::Tensor& tensor);
 
 }  // namespace plumb

@@ -87,6 +87,8 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   const int64_t length = bucket.updated.size();
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
   const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
+  // What lies elsewhere now is read here, and then freed.
+  for (const at::Tensor& old : {flats.parameter, flats.weight, flats.first, flats.second}) keep_for_current(old);
   flats.master = master_weights_ && is_half(like.scalar_type());
   if (!bucket.parameter.defined()) bucket.parameter = at::zeros({bucket.held.size()}, options);
   flats.parameter = bucket.parameter;
@@ -125,6 +127,7 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
   if (!away && parameter._version() == state.version) return;
   if (away) {
     state.home.copy_(parameter);
+    keep_for_current(parameter);
     parameter.set_data(state.home);
   }
   if (const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated); flats.master && mine.size() > 0) {

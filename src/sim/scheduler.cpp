@@ -121,6 +121,7 @@ void Machine::hand_over(int rank, Lock& lock, const std::string& what) {
 
 void Machine::synchronize(int stream, Lock& lock) {
   const EventState here = record(stream);
+  ++statistics.device_waits;
   run_until(device_of(stream), lock, [&] { return passed(here); }, describe_stream(stream));
   // The stream's clock may have grown meanwhile by promises that were kept, not by operations.
   host_learns(host_of(device_of(stream)), here.clock);
@@ -130,6 +131,7 @@ void Machine::synchronize(int stream, Lock& lock) {
 void Machine::synchronize_event(const EventState& event, Lock& lock) {
   if (event.stream < 0 || event.generation != generation_) return;
   const EventState seen = event;
+  ++statistics.device_waits;
   const int device = device_of(seen.stream);
   run_until(device, lock, [&] { return passed(seen); }, "an event of " + describe_stream(seen.stream));
   host_learns(host_of(device), seen.clock);

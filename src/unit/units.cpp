@@ -106,18 +106,21 @@ void Units::settle_in(Home& home) {
     } else {
       place.copy_(sink->parameter);
     }
+    keep_for_current(sink->parameter);
     at::Tensor parameter = sink->parameter;
     parameter.set_data(place);
   }
   bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
   reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
   homes_of_[home.whole.storage().unsafeGetStorageImpl()] = &home;
+  home.lanes.end_all(home.whole.device());
   home.full = true;
   release(home);
 }
 
 void Units::gather(Home& home) {
   at::NoGradGuard no_grad;
+  const Alone alone(home.lanes, home.whole.device());
   c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<size_t>(home.bucket->numel * home.whole.element_size());
   fill_storage(storage, bytes);
@@ -131,7 +134,7 @@ void Units::gather(Home& home) {
     Group& shard = reducer_.gathers().shard;
     // A collective needs all ranks to gather the same unit; reading in place does not.
     const int64_t mine = home.bucket->index;
-    for (const auto& other : shard.exchange(std::span(&mine, 1), where)) {
+    for (const auto& other : reducer_.gathers().shard_control.exchange(std::span(&mine, 1), where)) {
       if (other[0] == mine) continue;
       const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
       throw Error(reducer_.world().rank(),
@@ -150,6 +153,7 @@ void Units::gather(Home& home) {
 
 void Units::release(Home& home) {
   if (!home.full) return;
+  home.lanes.keep(home.whole.storage().data_ptr());  // the readers' kernels may still run
   empty_storage(*home.whole.storage().unsafeGetStorageImpl(),
                 "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
                          home.bucket->sinks[0]->name +
@@ -175,6 +179,7 @@ void Units::enter(int unit) {
         ++home->holds;
         held.push_back(home);
         if (!home->full) gather(*home);
+        home->lanes.begin_part(home->whole.device());
       }
     } catch (...) {
       for (Home* home : held) --home->holds;
@@ -194,6 +199,7 @@ void Units::leave(int unit) {
   }
   for (Home* home : homes_of_unit_[unit]) {
     --home->holds;
+    home->lanes.end_part(home->whole.device());
     release_if_idle(*home);
   }
 }
@@ -205,6 +211,7 @@ void Units::hold(const std::vector<at::Tensor>& parameters) {
     Home& home = home_of(parameter);
     ++home.holds;
     if (!home.full) gather(home);
+    home.lanes.begin_part(home.whole.device());
   }
   saved::push(shared_from_this(), -1);
 }
@@ -216,6 +223,7 @@ void Units::let_go(const std::vector<at::Tensor>& parameters) {
     if (!owns(parameter)) continue;
     Home& home = home_of(parameter);
     --home.holds;
+    home.lanes.end_part(home.whole.device());
     release_if_idle(home);
   }
 }
@@ -232,6 +240,7 @@ void Units::publish(const std::vector<at::Tensor>& parameters) {
   }
   reducer_.control().barrier().wait(where);  // nobody reads the shards any more
   for (Home* home : homes) {
+    const Alone alone(home->lanes, home->whole.device());
     reducer_.data().broadcast(home->whole, 0).wait(where);
     const Range& held = home->bucket->held;
     home->bucket->parameter.copy_(home->whole.narrow(0, held.begin, held.size()));
@@ -248,11 +257,14 @@ void Units::begin_update() {
                                                "' are in use; end the scope that gathered them first");
     }
     release(home);
+    home.lanes.begin_all(home.whole.device());
   }
 }
 
 // Nobody reads a shard that another rank has not finished.
 void Units::end_update() {
+  Lock lock(mutex_);
+  for (Home& home : homes_) home.lanes.end_all(home.whole.device());
   const bool reads_in_place = std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
   if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
 }
@@ -286,6 +298,8 @@ void Units::need_storage(const c10::StorageImpl* storage) {
 
 void Units::need(Home& home) {
   if (!home.full) gather(home);
+  home.lanes.begin_part(home.whole.device());
+  home.lanes.end_part(home.whole.device());  // also where nobody tells when it is done
   if (torch::autograd::get_current_graph_task_id() < 0) return;  // somebody looks at a graph; the next backward releases
   if (backward::listen(shared_from_this())) ++tasks_;
   if (const auto node = torch::autograd::get_current_node()) {
@@ -310,6 +324,7 @@ void Units::touch(int unit) {
 void Units::left(Home& home, const void* node) {
   Lock lock(mutex_);
   home.readers.erase(node);
+  home.lanes.end_part(home.whole.device());
   release_if_idle(home);
 }
 

@@ -70,6 +70,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   struct Home {
     Bucket* bucket = nullptr;
     at::Tensor whole;               // over the storage that the parameters share
+    Lanes lanes;                    // of that memory and of the shard: readers use a part, gather and update all
     std::vector<at::Tensor> peers;  // everybody's shard, to be read in place; empty: gathered by a collective
     int holds = 0;
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked

@@ -20,8 +20,8 @@ Groups new_groups(const World& world, const Mesh& mesh) {
   const bool own = number > 0 && impl.another;
   const World::Impl::Pair pair = own ? impl.another(number) : World::Impl::Pair{impl.data, impl.control};
   // An axis over the whole world is the world; one of a single rank talks to nobody.
-  auto axis = [&](const char* name, int size, int color, int rank) {
-    if (size == impl.size) return Group(pair.data);
+  auto axis = [&](const char* name, int size, int color, int rank, int index = data_index) {
+    if (size == impl.size) return Group(index == data_index ? pair.data : pair.control);
     if (size == 1) return Group();
     if (!impl.part) {
       throw Error(impl.rank, "a mesh of several axes needs communication that Plumb made (World::join or run_local); "
@@ -32,11 +32,13 @@ Groups new_groups(const World& world, const Mesh& mesh) {
       const int its_color = name[0] == 's' ? r / mesh.shard : r % mesh.shard;
       if (its_color == color) members.push_back(r);
     }
-    return Group(impl.part(std::to_string(number) + "/" + name + std::to_string(color), members, rank));
+    const char* kind = index == data_index ? "/" : "/control-";
+    return Group(impl.part(std::to_string(number) + kind + name + std::to_string(color), members, rank, index));
   };
   return {Group(pair.data), Group(pair.control),
           axis("shard", mesh.shard, impl.rank / mesh.shard, impl.rank % mesh.shard),
-          axis("replicate", mesh.replicate, impl.rank % mesh.shard, impl.rank / mesh.shard)};
+          axis("replicate", mesh.replicate, impl.rank % mesh.shard, impl.rank / mesh.shard),
+          axis("shard", mesh.shard, impl.rank / mesh.shard, impl.rank % mesh.shard, control_index)};
 }
 
 std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const int64_t> mine, const Where& where) {

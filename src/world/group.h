@@ -103,6 +103,7 @@ struct Groups {
   Group control;
   Group shard;      // the ranks that share this rank's replica, in the order of their parts
   Group replicate;  // the ranks that hold the same part, in the order of their replicas
+  Group shard_control;  // small host messages among the ranks of `shard`
 };
 Groups new_groups(const World& world, const Mesh& mesh);
 

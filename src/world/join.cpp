@@ -266,19 +266,21 @@ World World::join(const WorldOptions& options) {
       return pair;
     };
     impl->part = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
-                  store = impl->store](const std::string& name, const std::vector<int>& members, int rank) {
+                  store = impl->store](const std::string& name, const std::vector<int>& members, int rank, int index) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
       const int size = static_cast<int>(members.size());
-      if (nccl) return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, data_index);
+      if (nccl && index == data_index) {
+        return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index);
+      }
       if (!heap) {
-        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, data_index);
+        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index);
         group->meet = meeting(keys, rank, size);
         return group;
       }
       std::string cannot;
       auto own = ShmHeap::meet(*keys, rank, size, cannot);
       if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
-      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, data_index);
+      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index);
     };
     const Impl::Pair own = impl->another(0);
     impl->data = own.data;

@@ -112,8 +112,9 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
       return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
                                make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};
     };
-    impl->part = [hubs, watch = impl->watch](const std::string& name, const std::vector<int>& members, int index) {
-      return make_group(make_local_backend(hubs->at(name, members), index), watch, data_index);
+    impl->part = [hubs, watch = impl->watch](const std::string& name, const std::vector<int>& members, int place,
+                                             int index) {
+      return make_group(make_local_backend(hubs->at(name, members), place), watch, index);
     };
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;

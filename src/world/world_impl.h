@@ -63,7 +63,10 @@ struct World::Impl {
   // Makes another pair of groups, the `number`th; null: the world's own serve every engine.
   std::function<Pair(int number)> another;
   // Makes a group of some ranks, `members` in their order, of which this one is `rank`; the same `name` on all of them.
-  std::function<std::shared_ptr<Group::Impl>(const std::string& name, const std::vector<int>& members, int rank)> part;
+  // `index`: what it carries, as the pair of that index does.
+  std::function<std::shared_ptr<Group::Impl>(const std::string& name, const std::vector<int>& members, int rank,
+                                             int index)>
+      part;
   int engines = 0;  // that asked for groups so far
 
   Impl() = default;

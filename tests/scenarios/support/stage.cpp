@@ -103,7 +103,7 @@ std::unique_ptr<torch::optim::Optimizer> reference_optimizer(const Scenario& sce
 
 at::Tensor Stage::input(at::IntArrayRef shape, int micro) const {
   auto generator = at::detail::createCPUGenerator(kSeed + 7919 * micro + 104729 * (rank + 1));
-  return at::randn(shape, generator);
+  return at::randn(shape, generator).to(device);
 }
 
 at::Tensor Stage::share(const at::Tensor& loss) const { return reference() ? loss / size : loss; }
@@ -201,17 +201,23 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
   return outcome_of(*model);
 }
 
-Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy) {
+Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device) {
   Stage stage;
   stage.rank = world.rank();
   stage.size = world.size();
+  stage.device = device;
   stage.model = build(scenario);
+  if (!device.is_cpu()) stage.model->to(device);
   Options options = scenario.options;
   options.strategy = strategy;
   Engine engine(world, *stage.model, scenario.optimizer, options);
   stage.engine = &engine;
   scenario.program(stage);
-  return outcome_of(*stage.model, &engine);
+  Outcome outcome = outcome_of(*stage.model, &engine);
+  for (NamedTensors* all : {&outcome.parameters, &outcome.gradients}) {
+    for (auto& [name, tensor] : *all) tensor = tensor.defined() ? tensor.cpu() : tensor;
+  }
+  return outcome;
 }
 
 Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of) {

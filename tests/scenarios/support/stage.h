@@ -21,6 +21,7 @@ class Stage {
  public:
   int rank = 0;
   int size = 1;
+  at::Device device = at::kCPU;
   std::shared_ptr<torch::nn::Module> model;
 
   // Inputs of this rank for micro-batch `micro`: different on every rank, the same in engine and reference.
@@ -84,8 +85,9 @@ struct Outcome {
 Outcome play_reference(const Scenario& scenario, int ranks);
 // Rank `of`'s outcome; the ranks are threads over the local backend.
 Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0);
-// On a world that exists: for real processes.
-Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy);
+// On a world that exists: for real processes, and for other devices.
+Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy,
+                at::Device device = at::kCPU);
 
 // Empty, or the first difference in words.
 std::string difference(const Outcome& expected, const Outcome& found, double tolerance);

@@ -1,0 +1,122 @@
+// Lanes: who waits for whom, seen by the simulated accelerator.
+#include "lane/lane.h"
+
+#include <c10/core/StreamGuard.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "plumb/sim.h"
+
+namespace plumb {
+namespace {
+
+struct Accelerator final : testing::Environment {
+  void SetUp() override {
+    at::set_num_threads(1);
+    sim::init(1);
+  }
+};
+const auto* const accelerator = testing::AddGlobalTestEnvironment(new Accelerator);
+
+class LaneTest : public testing::Test {
+ protected:
+  sim::Session session{1};
+  c10::Device device = sim::device(0);
+  c10::Stream main = sim::current_stream(0), left = sim::new_stream(0, "left"), right = sim::new_stream(0, "right");
+  at::Tensor memory = at::zeros({64}, at::device(device).dtype(at::kFloat));
+  Lanes lanes;
+
+  void SetUp() override { lanes.end_all(device); }
+  void produce(c10::Stream stream, int64_t begin) {
+    const c10::StreamGuard guard(stream);
+    lanes.begin_part(device);
+    memory.narrow(0, begin, 32).fill_(static_cast<double>(begin + 1));
+    lanes.end_part(device);
+  }
+  std::string report() {
+    session.finish();
+    return session.report();
+  }
+};
+
+TEST_F(LaneTest, AUseOfAllWaitsForEveryProducer) {
+  produce(left, 0);
+  produce(right, 32);
+  const Alone alone(lanes, device);
+  EXPECT_EQ(memory.sum().item<float>(), 32 * 1 + 32 * 33);
+  EXPECT_EQ(report(), "no races\n");
+}
+
+TEST_F(LaneTest, AProducerWaitsForTheUseOfAll) {
+  for (int pass = 0; pass < 3; ++pass) {
+    produce(left, 0);
+    produce(right, 32);
+    const c10::StreamGuard guard(pass == 1 ? left : main);
+    const Alone alone(lanes, device);
+    memory.mul_(2);
+  }
+  EXPECT_EQ(report(), "no races\n");
+}
+
+TEST_F(LaneTest, ProducersDoNotWaitForEachOther) {
+  produce(left, 0);
+  produce(right, 0);  // the same part: nothing orders them
+  EXPECT_THAT(report(), testing::HasSubstr("write after write"));
+}
+
+TEST_F(LaneTest, AWriteAfterTheUseWasNotedIsStillWaitedFor) {
+  {
+    const c10::StreamGuard guard(left);
+    lanes.begin_part(device);
+    lanes.end_part(device);
+    memory.fill_(3);
+  }
+  lanes.begin_all(device);
+  EXPECT_EQ(memory.sum().item<float>(), 64 * 3);
+  EXPECT_EQ(report(), "no races\n");
+}
+
+TEST_F(LaneTest, MemoryIsKeptForItsReaders) {
+  for (const bool kept : {true, false}) {
+    sim::Session one(2);
+    Lanes readers;
+    {
+      const at::Tensor temporary = at::ones({64}, memory.options());
+      readers.end_all(device);
+      const c10::StreamGuard guard(left);
+      readers.begin_part(device);
+      (void)temporary.sum();
+      readers.end_part(device);
+      if (kept) readers.keep(temporary.storage().data_ptr());
+    }
+    (void)at::ones({64}, memory.options());
+    one.finish();
+    EXPECT_EQ(one.races().empty(), kept) << one.report();
+  }
+}
+
+TEST_F(LaneTest, LanesCanBeMadeToFollow) {
+  LaneSet callers;
+  {
+    const c10::StreamGuard guard(left);
+    callers.add(device);
+  }
+  memory.fill_(5);
+  callers.follow(device);
+  const c10::StreamGuard guard(left);
+  EXPECT_EQ(memory.sum().item<float>(), 64 * 5);
+  EXPECT_EQ(report(), "no races\n");
+}
+
+TEST(LanesOnTheCpu, DoNothing) {
+  Lanes lanes;
+  lanes.begin_part(at::kCPU);
+  lanes.end_part(at::kCPU);
+  const Alone alone(lanes, at::kCPU);
+  keep_for_current(at::ones({4}));
+  keep_for_current(at::Tensor());
+}
+
+}  // namespace
+}  // namespace plumb
