@@ -46,7 +46,8 @@ int main() try {
     const plumb::StepInfo info = engine.step();
     engine.zero_grad();
     if (step % 20 == 0 && world.rank() == 0) {
-      std::printf("step %3d  loss %.4f  gradient norm %.4f\n", step, loss.item<double>(), info.grad_norm.item<double>());
+      std::printf("step %3d  loss %.4f  gradient norm %.4f\n", step, loss.item<double>(),
+                  info.grad_norm.item<double>());
     }
   }
   const at::Tensor whole = engine.full_parameter(net->parameters()[0]);  // on every rank

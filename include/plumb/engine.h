@@ -35,15 +35,15 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 struct LossScale {
   double initial = 65536.0;
-  double growth = 2.0;      // after `interval` good steps in a row
-  double backoff = 0.5;     // after a step that was skipped
+  double growth = 2.0;   // after `interval` good steps in a row
+  double backoff = 0.5;  // after a step that was skipped
   int64_t interval = 2000;
 };
 
 struct Options {
-  std::string strategy = "ddp";  // a row of the placement table
-  Mesh mesh;                     // the axes that sharding and replication run over; by default the strategy's own
-  int64_t bucket_bytes = 4 << 20;        // cap of a bucket
+  std::string strategy = "ddp";    // a row of the placement table
+  Mesh mesh;                       // the axes that sharding and replication run over; by default the strategy's own
+  int64_t bucket_bytes = 4 << 20;  // cap of a bucket
   int64_t first_bucket_bytes = 1 << 20;  // cap of the first one, so that communication starts early
   // The dtype gradients are summed in, over micro-batches and over ranks. Unset: each parameter's own rule (its
   // `grad_dtype`, or its dtype). With bf16 parameters, f32 is the recipe.
@@ -71,11 +71,11 @@ struct Options {
 
 // What a step did.
 struct StepInfo {
-  int64_t step = 0;      // number of this step, from 0
-  double lr = 0.0;       // of the parameters outside all groups
-  bool skipped = false;  // a gradient was not finite: nothing was updated
+  int64_t step = 0;         // number of this step, from 0
+  double lr = 0.0;          // of the parameters outside all groups
+  bool skipped = false;     // a gradient was not finite: nothing was updated
   double loss_scale = 1.0;  // that the gradients of this step were made with
-  at::Tensor grad_norm;  // before clipping; a scalar on the parameters' device. Undefined without clip_norm
+  at::Tensor grad_norm;     // before clipping; a scalar on the parameters' device. Undefined without clip_norm
 };
 
 class Engine;

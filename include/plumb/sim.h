@@ -104,8 +104,8 @@ struct Fault {
 
 struct Statistics {
   uint64_t operations = 0;
-  uint64_t order = 0;       // hash of the order of execution: equal for equal seeds
-  uint64_t host_syncs = 0;  // times a host blocked: for a device, or for the others' hosts
+  uint64_t order = 0;         // hash of the order of execution: equal for equal seeds
+  uint64_t host_syncs = 0;    // times a host blocked: for a device, or for the others' hosts
   uint64_t device_waits = 0;  // of those, for a device
   uint64_t allocations = 0;
   uint64_t reuses = 0;  // allocations served by memory that had been freed

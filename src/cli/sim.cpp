@@ -103,11 +103,11 @@ void list(bool json) {
 
 void say(const sim::Played& played, bool json) {
   if (json) {
-    const nlohmann::ordered_json line = {
-        {"scenario", played.scenario}, {"strategy", played.strategy},       {"ranks", played.ranks},
-        {"seeds", played.seeds},       {"orders", played.orders},           {"operations", played.operations},
-        {"races", played.races},       {"differences", played.differences}, {"seconds", played.seconds},
-        {"report", played.report}};
+    const nlohmann::ordered_json line = {{"scenario", played.scenario}, {"strategy", played.strategy},
+                                         {"ranks", played.ranks},       {"seeds", played.seeds},
+                                         {"orders", played.orders},     {"operations", played.operations},
+                                         {"races", played.races},       {"differences", played.differences},
+                                         {"seconds", played.seconds},   {"report", played.report}};
     std::puts(line.dump().c_str());
   } else {
     std::printf("%-24s %-9s %5d %7llu %7zu %6llu %11llu %8.1f\n", played.scenario.c_str(), played.strategy.c_str(),
@@ -162,8 +162,8 @@ int sim(const std::vector<std::string>& words) {
     }
   }
   if (wanted.json) {
-    const nlohmann::ordered_json line = {{"runs", total.seeds},   {"orders", total.orders},
-                                         {"races", total.races},  {"differences", total.differences},
+    const nlohmann::ordered_json line = {{"runs", total.seeds},  {"orders", total.orders},
+                                         {"races", total.races}, {"differences", total.differences},
                                          {"good", total.good()}, {"seconds", total.seconds}};
     std::puts(line.dump().c_str());
   } else {

@@ -79,8 +79,8 @@ void check_options(int rank, int size, const Options& options) {
     throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
   }
   if (const auto& scale = options.loss_scale;
-      scale && !(scale->initial > 0 && scale->growth >= 1 && scale->backoff > 0 && scale->backoff < 1 &&
-                 scale->interval > 0)) {
+      scale &&
+      !(scale->initial > 0 && scale->growth >= 1 && scale->backoff > 0 && scale->backoff < 1 && scale->interval > 0)) {
     throw Error(rank, "loss_scale needs initial > 0, growth >= 1, backoff between 0 and 1, and interval > 0");
   }
   if (options.deterministic) {
@@ -88,10 +88,11 @@ void check_options(int rank, int size, const Options& options) {
     const auto power_of_two = [](int n) { return n > 0 && (n & (n - 1)) == 0; };
     if (shares < 1 || shares % size != 0 || !(power_of_two(size) || shares == size) ||
         !(power_of_two(mesh.replicate) || mesh.shard == 1)) {
-      throw Error(rank, "deterministic mode cuts the batch into " + std::to_string(shares) +
-                            " shares (virtual_ranks) as a binary tree, which " + std::to_string(size) +
-                            " ranks cannot share evenly; choose virtual_ranks as a multiple of the ranks, and the ranks "
-                            "as a power of two");
+      throw Error(rank,
+                  "deterministic mode cuts the batch into " + std::to_string(shares) +
+                      " shares (virtual_ranks) as a binary tree, which " + std::to_string(size) +
+                      " ranks cannot share evenly; choose virtual_ranks as a multiple of the ranks, and the ranks "
+                      "as a power of two");
     }
   }
   if (options.accumulate_dtype && !at::isFloatingType(*options.accumulate_dtype)) {
@@ -102,8 +103,8 @@ void check_options(int rank, int size, const Options& options) {
 
 }  // namespace
 
-Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers,
-                   std::vector<UnitSpec> specs, Optimizer optimizer, Options the_options)
+Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers, std::vector<UnitSpec> specs,
+                   Optimizer optimizer, Options the_options)
     : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
       buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
   check_options(world.rank(), world.size(), options);

@@ -19,7 +19,7 @@ struct Engine::Impl {
   std::shared_ptr<Reducer> reducer;
 
   double loss_scale = 1.0;
-  int64_t good_steps = 0;  // since the scale last changed
+  int64_t good_steps = 0;        // since the scale last changed
   std::shared_ptr<Units> units;  // null: all parameters are whole
 
   Impl(World world, NamedTensors parameters, NamedTensors buffers, std::vector<UnitSpec> specs, Optimizer optimizer,

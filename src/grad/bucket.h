@@ -14,21 +14,21 @@ namespace plumb {
 
 struct Bucket {
   int index = -1;
-  int unit = -1;             // the unit whose parameters these are; -1: parameters that are always whole
-  std::vector<Sink*> sinks;  // in the order they lie in memory
+  int unit = -1;                      // the unit whose parameters these are; -1: parameters that are always whole
+  std::vector<Sink*> sinks;           // in the order they lie in memory
   at::ScalarType dtype = at::kFloat;  // of the gradient: the widest that a member's rule asks for
   int64_t numel = 0;                  // of all of them, with padding that stays zero
-  Range kept;                // of the reduced gradient: this rank's part where gradients are sharded, otherwise all of it
-  Range updated;             // by this rank's optimizer: its part where the state is sharded, otherwise all of it
-  Range held;                // of the parameters: this rank's part where they are sharded, otherwise all of them
-  at::Tensor gradient;       // the reduced gradient, `kept` of it; sharded: made when the first one comes
-  at::Tensor parameter;      // flat, `held` of them; undefined until somebody wants it
-  Lanes lanes;               // of `gradient`, `incoming`, `arriving`, `shares`, and of the optimizer's state
+  Range kept;            // of the reduced gradient: this rank's part where gradients are sharded, otherwise all of it
+  Range updated;         // by this rank's optimizer: its part where the state is sharded, otherwise all of it
+  Range held;            // of the parameters: this rank's part where they are sharded, otherwise all of them
+  at::Tensor gradient;   // the reduced gradient, `kept` of it; sharded: made when the first one comes
+  at::Tensor parameter;  // flat, `held` of them; undefined until somebody wants it
+  Lanes lanes;           // of `gradient`, `incoming`, `arriving`, `shares`, and of the optimizer's state
 
   // Where gradients are not summed in place: what this pass has contributed, from its first gradient to its reduction.
   at::Tensor incoming;
-  at::Tensor lent;                // the memory it lies in
-  at::Tensor arriving;            // the reduction of it, when it is to be added to `gradient`
+  at::Tensor lent;                 // the memory it lies in
+  at::Tensor arriving;             // the reduction of it, when it is to be added to `gradient`
   std::vector<at::Tensor> shares;  // deterministic mode: partial sums of this step's passes, as a binary tree
 
   // The state of this pass.

@@ -40,7 +40,8 @@ void Reducer::offer_fused(Sink& sink) {
 GradTarget Reducer::open_fused(Sink& sink) {
   Lock lock(mutex_);
   at::NoGradGuard no_grad;
-  if (stopped_) throw Error(world_.rank(), "the gradient of parameter '" + sink.name + "' comes after its engine has ended");
+  if (stopped_)
+    throw Error(world_.rank(), "the gradient of parameter '" + sink.name + "' comes after its engine has ended");
   check_alive();
   const bool in_pass = delivering_ || torch::autograd::get_current_graph_task_id() >= 0;
   if (in_pass) join_pass(sink, true);

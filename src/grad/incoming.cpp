@@ -266,7 +266,8 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   if (!shards_gradient_) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
   make_gradient(bucket);
   const at::Tensor whole = data_.allocate(bucket.numel, bucket.gradient.options());
-  groups_.shard.all_gather(whole, bucket.gradient).wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
+  groups_.shard.all_gather(whole, bucket.gradient)
+      .wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
   if (!sink->grad().defined()) return {};
   if (!sink->grad_in_bucket() && !sink->grad_is_piece()) return sink->grad().detach().clone();
   return view_in(whole, sink->slot.offset, parameter).clone();

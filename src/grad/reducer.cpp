@@ -75,7 +75,8 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
     bucket.lanes.end_part(bucket.device());
   }
   ready_order_.push_back(sink.index);
-  if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete) on_complete(bucket);
+  if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete)
+    on_complete(bucket);
   if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) reduce(bucket);
   if (synced_) launch_ready();
 }
@@ -144,8 +145,8 @@ void Reducer::untangle() {
     for (Bucket& bucket : buckets_) {
       if (!bucket.gradient.defined() || !sink.grad().storage().is_alias_of(bucket.gradient.storage())) continue;
       at::NoGradGuard no_grad;
-      if (shards_gradient_ && (sink.grad().sizes() != sink.view.sizes() ||
-                               sink.grad().const_data_ptr() != sink.view.const_data_ptr())) {
+      if (shards_gradient_ &&
+          (sink.grad().sizes() != sink.view.sizes() || sink.grad().const_data_ptr() != sink.view.const_data_ptr())) {
         throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
                                        "' is another parameter's piece; where gradients are sharded, pieces cannot be "
                                        "moved between parameters: assign whole gradients (engine.full_gradient)");
@@ -231,10 +232,11 @@ void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
   if (sink == nullptr || !parameter.requires_grad()) {
     throw Error(world_.rank(), "a gradient was delivered for a frozen parameter; set requires_grad first");
   }
-  if (!raw.defined()) throw Error(world_.rank(), "an undefined gradient was delivered for parameter '" + sink->name + "'");
+  if (!raw.defined())
+    throw Error(world_.rank(), "an undefined gradient was delivered for parameter '" + sink->name + "'");
   if (raw.sizes() != parameter.sizes()) {
-    throw Error(world_.rank(), c10::str("the gradient delivered for parameter '", sink->name, "' has shape ", raw.sizes(),
-                                        "; expected ", parameter.sizes(), ", the parameter's"));
+    throw Error(world_.rank(), c10::str("the gradient delivered for parameter '", sink->name, "' has shape ",
+                                        raw.sizes(), "; expected ", parameter.sizes(), ", the parameter's"));
   }
   at::NoGradGuard no_grad;
   // Outside of every backward this opens a pass of its own, which end_pass() closes.
@@ -446,7 +448,8 @@ void Reducer::settle_step() {
     }
     const bool elsewhere =
         std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad_elsewhere(); });
-    late.push_back(((held_ && (!shards_gradient_ || deterministic_)) || elsewhere) && fault != Fault::consume_unreduced);
+    late.push_back(((held_ && (!shards_gradient_ || deterministic_)) || elsewhere) &&
+                   fault != Fault::consume_unreduced);
   }
   const Where where = here(Where::Kind::step);
   std::vector<Facts> all;

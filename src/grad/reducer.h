@@ -166,7 +166,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   bool open_ = false;
   bool synced_ = true;
   bool delivering_ = false;  // it was opened by deliver()
-  int attached_ = 0;  // backwards, ours or the user's, that must end before it closes
+  int attached_ = 0;         // backwards, ours or the user's, that must end before it closes
   int last_task_ = -1;
   bool hold_launches_ = false;
   bool eaten_ = false;  // its gradients go to `incoming`

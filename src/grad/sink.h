@@ -28,19 +28,19 @@ struct Sink {
   at::Tensor parameter;
   int unit = -1;  // the unit that gathers the parameter; -1: it is always whole
   GradRule rule;
-  NodePtr accumulator;  // held, or autograd would drop our hooks with it
+  NodePtr accumulator;                  // held, or autograd would drop our hooks with it
   std::shared_ptr<FusedSink> entrance;  // for operations that write the gradient themselves
   int outstanding = 0;                  // contributions that were put off and have not come
 
   Slot slot;
   at::Tensor view;  // this parameter's part of its bucket
 
-  int deliveries = 0;  // gradients handed over in this pass
-  int expected = 1;    // in a pass: as many as in the last one
-  int unsettled = 0;   // of those, not yet in the bucket
-  int taken = 0;       // of those, in the bucket's `incoming`
-  bool raw = false;    // those in `incoming` are not scaled yet
-  bool given = false;  // in this pass, this rank contributed something to `incoming`
+  int deliveries = 0;    // gradients handed over in this pass
+  int expected = 1;      // in a pass: as many as in the last one
+  int unsettled = 0;     // of those, not yet in the bucket
+  int taken = 0;         // of those, in the bucket's `incoming`
+  bool raw = false;      // those in `incoming` are not scaled yet
+  bool given = false;    // in this pass, this rank contributed something to `incoming`
   uint32_t version = 0;  // of the view when a deterministic pass ended
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }

@@ -38,8 +38,8 @@ Mesh mesh_of(const Strategy& row, Mesh asked, int size) {
   if (mesh.replicate == 0 && size % mesh.shard == 0) mesh.replicate = size / mesh.shard;
   if (mesh.replicate * mesh.shard != size) {
     throw Error("the mesh replicate=" + std::to_string(mesh.replicate) + ", shard=" + std::to_string(mesh.shard) +
-                " does not multiply to the world of " + std::to_string(size) +
-                (size == 1 ? " rank" : " ranks") + "; choose axes whose product is the number of ranks");
+                " does not multiply to the world of " + std::to_string(size) + (size == 1 ? " rank" : " ranks") +
+                "; choose axes whose product is the number of ranks");
   }
   return mesh;
 }

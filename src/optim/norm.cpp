@@ -32,7 +32,8 @@ void add_norms(const at::Tensor& gradient, std::vector<at::Tensor>& norms) {
   const auto wide = c10::promoteTypes(gradient.scalar_type(), at::kFloat);
   const int64_t rows = gradient.is_cpu() ? gradient.numel() / row : 0;
   if (rows > 1) {
-    const at::Tensor each = at::linalg_vector_norm(gradient.narrow(0, 0, rows * row).view({rows, row}), 2, 1, false, wide);
+    const at::Tensor each =
+        at::linalg_vector_norm(gradient.narrow(0, 0, rows * row).view({rows, row}), 2, 1, false, wide);
     norms.push_back(at::linalg_vector_norm(each.to(at::kDouble)));
   }
   const int64_t rest = rows > 1 ? rows * row : 0;
@@ -77,7 +78,8 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
       add_norms(gradient, norms);
     }
   }
-  at::Tensor norm = norms.empty() ? at::zeros({}, options.dtype(at::kDouble)) : at::linalg_vector_norm(at::stack(norms));
+  at::Tensor norm =
+      norms.empty() ? at::zeros({}, options.dtype(at::kDouble)) : at::linalg_vector_norm(at::stack(norms));
   if (sharded) {
     norm = norm.square();
     shard.all_reduce(norm).wait(where);

@@ -181,8 +181,9 @@ void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, d
   const double lr = values.lr * factor;
   if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
     const at::Tensor count = at::full({}, steps + 1, weight.options().dtype(at::kFloat));
-    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, bucket.updated, run)}, {part(flats.second, bucket.updated, run)}, {}, {count}, lr,
-                      adam->beta1, adam->beta2, values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
+    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, bucket.updated, run)},
+                      {part(flats.second, bucket.updated, run)}, {}, {count}, lr, adam->beta1, adam->beta2,
+                      values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
   } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
     std::vector<at::Tensor> momentum;
     if (flats.first.defined()) momentum.push_back(part(flats.first, bucket.updated, run));

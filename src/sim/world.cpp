@@ -33,7 +33,8 @@ World make_world(int rank, int size, const std::shared_ptr<Communicators>& all, 
   impl->backend = "sim";
   if (size == 1) return World(std::move(impl));
   auto counters = std::make_shared<Counters>();
-  impl->watch = std::make_shared<Watch>(rank, size, patience, patience, counters, make_hall_board(hall, rank, counters));
+  impl->watch =
+      std::make_shared<Watch>(rank, size, patience, patience, counters, make_hall_board(hall, rank, counters));
   impl->another = [all, rank, size, watch = impl->watch](int number) {
     const std::string name = std::to_string(number);
     return World::Impl::Pair{make_group(all->at("data " + name, size, rank), watch, data_index),

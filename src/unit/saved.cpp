@@ -71,7 +71,7 @@ class Hooks final : public torch::autograd::SavedVariableHooks {
  private:
   std::weak_ptr<Units> units_;  // whose scope it was
   int unit_;
-  std::weak_ptr<Units> owner_;  // of the parameter, if it is one
+  std::weak_ptr<Units> owner_;                 // of the parameter, if it is one
   const c10::StorageImpl* storage_ = nullptr;  // alive while data_ is
   at::Tensor data_;
   uint32_t version_ = 0;

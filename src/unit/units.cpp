@@ -156,9 +156,9 @@ void Units::release(Home& home) {
   home.lanes.keep(home.whole.storage().data_ptr());  // the readers' kernels may still run
   empty_storage(*home.whole.storage().unsafeGetStorageImpl(),
                 "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
-                         home.bucket->sinks[0]->name +
-                         "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
-                         "inside engine.gathered({...})");
+                    home.bucket->sinks[0]->name +
+                    "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
+                    "inside engine.gathered({...})");
   home.full = false;
 }
 
@@ -265,7 +265,8 @@ void Units::begin_update() {
 void Units::end_update() {
   Lock lock(mutex_);
   for (Home& home : homes_) home.lanes.end_all(home.whole.device());
-  const bool reads_in_place = std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
+  const bool reads_in_place =
+      std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
   if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
 }
 
@@ -300,7 +301,8 @@ void Units::need(Home& home) {
   if (!home.full) gather(home);
   home.lanes.begin_part(home.whole.device());
   home.lanes.end_part(home.whole.device());  // also where nobody tells when it is done
-  if (torch::autograd::get_current_graph_task_id() < 0) return;  // somebody looks at a graph; the next backward releases
+  if (torch::autograd::get_current_graph_task_id() < 0)
+    return;  // somebody looks at a graph; the next backward releases
   if (backward::listen(shared_from_this())) ++tasks_;
   if (const auto node = torch::autograd::get_current_node()) {
     home.readers.insert(node.get());

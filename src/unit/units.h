@@ -96,9 +96,9 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<Home> homes_;
   std::vector<std::vector<Home*>> homes_of_unit_;
   std::unordered_map<const c10::StorageImpl*, Home*> homes_of_;
-  std::deque<int> recent_;  // units the running backwards needed last
+  std::deque<int> recent_;                            // units the running backwards needed last
   std::map<const void*, std::vector<Home*>> hooked_;  // nodes that tell when they are done
-  int tasks_ = 0;           // backwards under way
+  int tasks_ = 0;                                     // backwards under way
   int64_t gathers_ = 0;
 };
 

@@ -24,8 +24,9 @@ Groups new_groups(const World& world, const Mesh& mesh) {
     if (size == impl.size) return Group(index == data_index ? pair.data : pair.control);
     if (size == 1) return Group();
     if (!impl.part) {
-      throw Error(impl.rank, "a mesh of several axes needs communication that Plumb made (World::join or run_local); "
-                             "this world was adopted");
+      throw Error(impl.rank,
+                  "a mesh of several axes needs communication that Plumb made (World::join or run_local); "
+                  "this world was adopted");
     }
     std::vector<int> members;
     for (int r = 0; r < impl.size; ++r) {

@@ -178,9 +178,9 @@ at::Tensor Group::all_to_all(const at::Tensor& full, const Where& where) {
   at::Tensor sent = as_cargo(*impl_, full);
   at::Tensor received = as_cargo(*impl_, parts);
   std::vector<int64_t> equal;
-  start(*impl_, {parts, full},
-        [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); })
-      .wait(where);
+  start(*impl_, {parts, full}, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(received, sent, equal, equal);
+  }).wait(where);
   return parts;
 }
 

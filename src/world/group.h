@@ -101,8 +101,8 @@ Group control_group(const World& world);
 struct Groups {
   Group data;
   Group control;
-  Group shard;      // the ranks that share this rank's replica, in the order of their parts
-  Group replicate;  // the ranks that hold the same part, in the order of their replicas
+  Group shard;          // the ranks that share this rank's replica, in the order of their parts
+  Group replicate;      // the ranks that hold the same part, in the order of their replicas
   Group shard_control;  // small host messages among the ranks of `shard`
 };
 Groups new_groups(const World& world, const Mesh& mesh);

@@ -37,7 +37,7 @@ TEST_P(Deliver, ObeysTheRuleOfTheLeaf) {
       auto set = [&](const Rule& one) {
         if (one) a.set_grad_dtype(*one);
       };
-      set(rule);  // after the engine was built: it follows
+      set(rule);                                               // after the engine was built: it follows
       const auto raw = torch::full({5, 7}, 1.0 + 1.0 / 1024);  // a bf16 cannot hold it
       engine.deliver(a, raw);
       engine.deliver(model.weights->b, torch::ones({33}));

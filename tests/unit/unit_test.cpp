@@ -423,10 +423,13 @@ TEST(Units, NobodyReadsAShardThatAnotherRankHasNotUpdated) {
     lock.unlock();
     Options options{.strategy = "zero3"};
     // Asked in the middle of the update: rank 1 takes its time.
-    options.groups = {{.match = [&](const std::string& name) {
-      if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      return name.ends_with("scale");
-    }, .lr = {}, .weight_decay = {}}};
+    options.groups = {{.match =
+                           [&](const std::string& name) {
+                             if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+                             return name.ends_with("scale");
+                           },
+                       .lr = {},
+                       .weight_decay = {}}};
     Engine engine(world, net, SGD{.lr = 0.5}, options);
     std::vector<at::Tensor> before;
     for (const auto& p : net.parameters()) before.push_back(engine.full_parameter(p));
@@ -463,7 +466,9 @@ TEST(Units, ParametersAreWholeAgainWhenTheEngineIsGone) {
     std::unique_lock lock(building);
     Net net;
     lock.unlock();
-    { Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"}); }
+    {
+      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    }
     EXPECT_TRUE(net.first->up->weight.equal(plain.first->up->weight));
     net.forward(torch::ones({1, 6})).sum().backward();
     EXPECT_TRUE(net.first->up->weight.grad().defined());

@@ -1,7 +1,7 @@
 // NCCL, where there is a device: one rank is enough to see that every verb of a group goes through.
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "world/nccl.h"
 #include "world/world_impl.h"

@@ -65,8 +65,10 @@ std::vector<Scenario> accumulation_scenarios() {
   all.push_back(on_net("A2", "RebuildBeforeTheHeldBackwards", accumulate_with_held(1, 3)));
   all.push_back(on_net("A2", "EveryBackwardHeldAndStepReduces", accumulate_with_held(0, 4)));
   all.push_back(on_net("A2", "HeldBackwardsAfterAReducedOneThenStep", accumulate_with_held(1, 4)));
-  for (const auto& [name, from, to] : {std::tuple{"HeldWholeThenReduced", 0, 3}, {"ReducedThenHeldWhole", 1, 4},
-                                       {"HeldWholeBetweenReducedOnes", 1, 3}, {"HeldWholeAllTheWay", 0, 4}}) {
+  for (const auto& [name, from, to] : {std::tuple{"HeldWholeThenReduced", 0, 3},
+                                       {"ReducedThenHeldWhole", 1, 4},
+                                       {"HeldWholeBetweenReducedOnes", 1, 3},
+                                       {"HeldWholeAllTheWay", 0, 4}}) {
     all.push_back(on_net("A2", name, accumulate_with_held(from, to)));
     all.back().options.hold_unsharded = true;
   }

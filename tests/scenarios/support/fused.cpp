@@ -11,12 +11,14 @@ struct Mixture : torch::nn::Module {
   explicit Mixture(bool delayed) {
     front = register_module(
         "front", nn::Linear(nn::LinearOptions{.in = 6, .out = 8, .bias = true, .delay_wgrad_compute = delayed}));
-    grouped = register_module("grouped", nn::GroupedLinear(nn::GroupedLinearOptions{
-                                             .experts = 3, .in = 8, .out = 8, .weights = nn::Experts::grouped,
-                                             .delay_wgrad_compute = delayed}));
-    separate = register_module("separate", nn::GroupedLinear(nn::GroupedLinearOptions{
-                                               .experts = 3, .in = 8, .out = 8, .weights = nn::Experts::separate,
-                                               .delay_wgrad_compute = delayed}));
+    grouped = register_module(
+        "grouped",
+        nn::GroupedLinear(nn::GroupedLinearOptions{
+            .experts = 3, .in = 8, .out = 8, .weights = nn::Experts::grouped, .delay_wgrad_compute = delayed}));
+    separate = register_module(
+        "separate",
+        nn::GroupedLinear(nn::GroupedLinearOptions{
+            .experts = 3, .in = 8, .out = 8, .weights = nn::Experts::separate, .delay_wgrad_compute = delayed}));
     mlp = register_module("mlp", nn::GroupedMLP(nn::GroupedMLPOptions{.experts = 3,
                                                                       .width = 8,
                                                                       .hidden = 5,
@@ -81,7 +83,9 @@ std::vector<Scenario> fused_scenarios() {
   }));
   all.push_back(mixture("F2", "ExpertsWithoutTokensAndARankWithoutAny", [](Stage& stage) {
     for (int step = 0; step < 3; ++step) {
-      const Counts counts = stage.rank == step % stage.size ? Counts{0, 0, 0} : step == 1 ? Counts{0, 5, 0} : Counts{2, 0, 1};
+      const Counts counts = stage.rank == step % stage.size ? Counts{0, 0, 0}
+                            : step == 1                     ? Counts{0, 5, 0}
+                                                            : Counts{2, 0, 1};
       loss_of(stage, step, counts).backward();
       stage.step();
       stage.zero_grad();

@@ -71,8 +71,9 @@ std::vector<Scenario> number_scenarios() {
       "AnF32GradientOfABf16ParameterRuleNone", [](at::Tensor& weight) { weight.set_grad_dtype(std::nullopt); }, 2,
       1e-2);
 
-  half("AnF32GradientOfABf16ParameterRuleBf16", [](at::Tensor& weight) { weight.set_grad_dtype(at::kBFloat16); }, 1,
-       2e-2);
+  half(
+      "AnF32GradientOfABf16ParameterRuleBf16", [](at::Tensor& weight) { weight.set_grad_dtype(at::kBFloat16); }, 1,
+      2e-2);
   {
     Scenario scenario{"N1", "TheRuleChangesBetweenSteps",
                       [] { return std::make_shared<HalfWeight>([](at::Tensor&) {}); },
@@ -95,25 +96,23 @@ std::vector<Scenario> number_scenarios() {
     all.push_back(scenario);
   }
   for (const bool twice : {false, true}) {
-    Scenario scenario{"N1", twice ? "RawGradientsDeliveredSeveralTimes" : "RawGradientsDeliveredInAnyOrder",
-                      [] {
-                        return std::make_shared<HalfWeight>(
-                            [](at::Tensor& weight) { weight.set_grad_dtype(at::kFloat); });
-                      },
-                      [twice](Stage& stage) {
-                        const auto parameters = stage.model->parameters();
-                        for (int step = 0; step < 3; ++step) {
-                          for (int i = 0; i < (twice ? 4 : 2); ++i) {
-                            const auto& p = parameters[static_cast<size_t>((i + step + stage.rank) % 2)];
-                            stage.deliver(p, stage.input(p.sizes(), 10 * step + i));
-                          }
-                          stage.end_pass();
-                          // A pass of autograd's beside it, and one that brings raw gradients itself.
-                          stage.share(stage.as<HalfWeight>().loss(stage.input({5, 3}, step))).backward();
-                          stage.step();
-                          stage.zero_grad();
-                        }
-                      }};
+    Scenario scenario{
+        "N1", twice ? "RawGradientsDeliveredSeveralTimes" : "RawGradientsDeliveredInAnyOrder",
+        [] { return std::make_shared<HalfWeight>([](at::Tensor& weight) { weight.set_grad_dtype(at::kFloat); }); },
+        [twice](Stage& stage) {
+          const auto parameters = stage.model->parameters();
+          for (int step = 0; step < 3; ++step) {
+            for (int i = 0; i < (twice ? 4 : 2); ++i) {
+              const auto& p = parameters[static_cast<size_t>((i + step + stage.rank) % 2)];
+              stage.deliver(p, stage.input(p.sizes(), 10 * step + i));
+            }
+            stage.end_pass();
+            // A pass of autograd's beside it, and one that brings raw gradients itself.
+            stage.share(stage.as<HalfWeight>().loss(stage.input({5, 3}, step))).backward();
+            stage.step();
+            stage.zero_grad();
+          }
+        }};
     scenario.optimizer = SGD{.lr = 0.05};
     scenario.options.master_weights = false;
     scenario.tolerance = 1e-2;
