@@ -145,7 +145,7 @@ def measure(args, model, ranks):
             for variant in side.variants:
                 memory[variant] = run_ranks(command_of(side, args, model, [variant], 1, 10, 2), ranks)
             check_same_work(model, ranks, memory)
-        for variant in side.variants:
+        for variant in side.variants if i in here else side.variants[1:]:
             row = {"model": model, "ranks": ranks, "variant": variant, "backend": side.backend}
             if i in here:
                 row |= compare(results[i], variant, side.variants[0])
