@@ -25,7 +25,7 @@ demo:  ## train a small GPT on 2 ranks on this CPU; leaves a report in runs/
 test:  ## build and run every test
 	@scripts/test build
 
-bench:  ## compare with plain steps and with torch DDP in the same run
+bench:  ## compare with plain steps and with the peers in the same run
 	@scripts/bench $(ARGS)
 
 mutants:  ## break each contract once and see that a test notices

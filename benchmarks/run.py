@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Runs step.cpp's program and torch_ddp.py side by side; prints one table and writes all samples as JSON.
+"""Runs step.cpp's program and torch_peers.py side by side; prints a table per model and writes all samples as JSON.
 
     make bench                          1 and 2 ranks on this CPU, one thread each; 2 over shared memory and over gloo
     make bench ARGS="--device cuda"     1 rank on a GPU
     make bench ARGS=--quick             does it run at all; the figures mean nothing
 
 Every ratio is to the plain variant of the same language, from the same processes, where the variants take turns in
-short blocks. Memory comes from runs of their own, one variant each.
+short blocks. Memory comes from runs of their own, one variant each. DeepSpeed takes part where it can be imported.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -20,18 +21,55 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-VARIANTS = {
-    "c++": ["plain", "plain-fused", "plumb", "plumb-noledger"],
-    "python": ["plain", "plain-fused", "ddp", "ddp-fused", "ddp-views", "ddp-views-fused"],
+NAMES = {
+    "plain-fused": "plain C++",
+    "plumb": "**Plumb** ddp",
+    "plumb-noledger": "**Plumb** ddp, no ledger",
+    "plumb-zero1": "**Plumb** zero1",
+    "plumb-zero2": "**Plumb** zero2",
+    "plumb-zero3": "**Plumb** zero3",
+    "plain": "plain Python",
+    "ddp": "torch DDP",
+    "ddp-views": "torch DDP, bucket views",
+    "ddp-zero": "DDP + ZeroRedundancyOptimizer",
+    "ddp-zero-views": "the same, both with views",
+    "fsdp2": "torch FSDP2 per block",
+    "deepspeed-1": "DeepSpeed ZeRO-1",
+    "deepspeed-2": "DeepSpeed ZeRO-2",
+    "deepspeed-3": "DeepSpeed ZeRO-3",
 }
 LIMIT = 900  # seconds that one set of ranks may take
 
 
-def baseline(variant):
-    """The plain variant with the same optimizer; the engine's is libtorch's fused one."""
-    return "plain-fused" if variant.endswith("-fused") or variant.startswith("plumb") else "plain"
+class Side(NamedTuple):
+    """Variants that run in the same processes; the first one, plain steps, is what the others are compared with."""
+
+    program: str
+    backend: str
+    variants: list
+
+
+def sides_of(device, ranks):
+    plumb = ["plain-fused", "plumb", "plumb-zero1", "plumb-zero2", "plumb-zero3"]
+    peers = ["plain", "ddp", "ddp-views", "ddp-zero", "ddp-zero-views", "fsdp2"]
+    if ranks == 1:
+        backend = "" if device == "cpu" else "nccl"
+        return [
+            Side("bench_step", backend, ["plain-fused", "plumb", "plumb-noledger", "plumb-zero3"]),
+            Side("torch_peers.py", backend or "gloo", ["plain", "ddp-views", "fsdp2"]),
+        ]
+    backends = ["shm", "gloo"] if device == "cpu" else ["nccl"]
+    return [Side("bench_step", backend, plumb) for backend in backends] + [
+        Side("torch_peers.py", backends[-1], peers),
+        Side("torch_peers.py", backends[-1], ["plain", "deepspeed-1", "deepspeed-2", "deepspeed-3"]),
+    ]
+
+
+def installed(side):
+    return not side.variants[-1].startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
 def free_port():
@@ -62,22 +100,11 @@ def run_ranks(command, ranks):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def sides_of(args, ranks):
-    """What is run beside each other: its name, its backend (empty: the program's choice), its variants."""
-    if ranks == 1 or args.device == "cuda":
-        return {language: ("", variants) for language, variants in VARIANTS.items()}
-    return {
-        "c++, shm": ("shm", VARIANTS["c++"]),
-        "c++, gloo": ("gloo", ["plain-fused", "plumb"]),
-        "python, gloo": ("", VARIANTS["python"]),
-    }
-
-
-def command_of(side, backend, args, model, variants, rounds, steps, warmup):
-    cpp = side.startswith("c++")
-    program = [str(args.bin / "bench_step")] if cpp else [sys.executable, str(HERE / "torch_ddp.py")]
+def command_of(side, args, model, variants, rounds, steps, warmup):
+    cpp = side.program == "bench_step"
+    program = [str(args.bin / side.program)] if cpp else [sys.executable, str(HERE / side.program)]
     options = {"model": model, "device": args.device, "variants": ",".join(variants)}
-    options |= {"backend": backend} if backend else {}
+    options |= {"backend": side.backend} if cpp and side.backend else {}
     options |= {"rounds": rounds, "steps": steps, "warmup": warmup}
     return program + [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
@@ -98,75 +125,82 @@ def compare(results, variant, against):
 
 
 def measure(args, model, ranks):
-    sides = sides_of(args, ranks)
-    results = {side: [] for side in sides}
+    sides = sides_of(args.device, ranks)
+    here = [i for i, side in enumerate(sides) if installed(side)]
+    results = {i: [] for i in here}
     for number in range(args.passes):
-        for side, (backend, variants) in sides.items():
-            say(f"{model}, {ranks} rank(s), {args.device}: {side}, pass {number + 1} of {args.passes}")
-            command = command_of(side, backend, args, model, variants, args.rounds, args.steps, args.warmup)
-            results[side] += run_ranks(command, ranks)
+        for i in here:
+            say(f"{model}, {ranks} rank(s), pass {number + 1} of {args.passes}: {', '.join(sides[i].variants)}")
+            command = command_of(sides[i], args, model, sides[i].variants, args.rounds, args.steps, args.warmup)
+            results[i] += run_ranks(command, ranks)
     sizes = {(r["tensors"], r["parameters"]) for rs in results.values() for r in rs}
     if len(sizes) != 1:
         sys.exit(f"bench: the two languages train different models: (tensors, parameters) are {sizes}")
 
     rows = []
-    for side, (backend, variants) in sides.items():
+    for i, side in enumerate(sides):
         memory = {}
-        if args.memory:
-            say(f"{model}, {ranks} rank(s), {args.device}: {side}, memory")
-            for variant in variants:
-                memory[variant] = run_ranks(command_of(side, backend, args, model, [variant], 1, 10, 2), ranks)
-            check_same_work(side, model, ranks, memory)
-        for variant in variants:
-            row = {"side": side, "model": model, "ranks": ranks, "device": args.device, "variant": variant}
-            row |= compare(results[side], variant, baseline(variant))
+        if args.memory and i in here:
+            say(f"{model}, {ranks} rank(s), memory: {', '.join(side.variants)}")
+            for variant in side.variants:
+                memory[variant] = run_ranks(command_of(side, args, model, [variant], 1, 10, 2), ranks)
+            check_same_work(model, ranks, memory)
+        for variant in side.variants if i in here else side.variants[1:]:
+            row = {"model": model, "ranks": ranks, "variant": variant, "backend": side.backend}
+            if i in here:
+                row |= compare(results[i], variant, side.variants[0])
             for key in ("peak_mib", "device_peak_mib"):
                 row[key] = max(r[key] for r in memory[variant]) if memory else None
             rows.append(row)
-    ledger = compare(next(iter(results.values())), "plumb", "plumb-noledger")
     tensors, parameters = sizes.pop()
     return {
         "model": model,
         "ranks": ranks,
         "tensors": tensors,
         "parameters": parameters,
-        "torch": {side: rs[0]["torch"] for side, rs in results.items()},
+        "torch": results[0][0]["torch"],
         "rows": rows,
-        "ledger": ledger,
-        "samples": results,
+        "ledger": compare(results[0], "plumb", "plumb-noledger") if "plumb-noledger" in sides[0].variants else None,
+        "samples": [{"side": sides[i], "results": rs} for i, rs in results.items()],
     }
 
 
-def check_same_work(side, model, ranks, memory):
-    """On one rank every variant of a language trains the same model on the same batches: so are the losses."""
+def check_same_work(model, ranks, memory):
+    """All variants of a side that average over the ranks end with the same loss; on one rank, so do plain steps."""
     losses = {variant: results[0]["variants"][0]["loss"] for variant, results in memory.items()}
-    if ranks == 1 and max(losses.values()) - min(losses.values()) > 1e-3 * abs(losses["plain"]):
-        sys.exit(f"bench: {side}, {model}: the variants do not do the same work; their losses are {losses}")
+    same = [loss for variant, loss in losses.items() if ranks == 1 or not variant.startswith("plain")]
+    if max(same) - min(same) > 1e-3 * abs(max(same)):
+        sys.exit(f"bench: {model}, {ranks} rank(s): the variants do not do the same work; their losses are {losses}")
 
 
-def print_table(measured, device):
-    cells = [["model", "ranks", "", "variant", "ms", "ratio", "middle half", "to", "MiB"]]
-    if device == "cuda":
-        cells[0].append("MiB on the GPU")
-    for part in measured:
-        for r in part["rows"]:
-            line = [r["model"], r["ranks"], r["side"], r["variant"], f"{r['ms']:.3f}", f"{r['ratio']:.3f}"]
-            line += [f"{r['low']:.3f}–{r['high']:.3f}", r["against"]]
-            line += ["–" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"]
-            if device == "cuda":
-                line += ["–" if r["device_peak_mib"] is None else f"{r['device_peak_mib']:.0f}"]
-            cells.append([str(c) for c in line])
+def table(rows, device):
+    memory = ["peak_mib"] + (["device_peak_mib"] if device == "cuda" else [])
+    cells = [["ranks", "", "over", "ms", "ratio", "middle half", "MiB"] + ["MiB on the GPU"] * (len(memory) - 1)]
+    for r in rows:
+        line = [str(r["ranks"]), NAMES[r["variant"]], r["backend"] or "–"]
+        if "ms" not in r:
+            line += ["not installed here"] + ["–"] * 2
+        else:
+            line += [f"{r['ms']:.2f}", f"{r['ratio']:.2f}", f"{r['low']:.2f}–{r['high']:.2f}"]
+        cells.append(line + ["–" if r[key] is None else f"{r[key]:.0f}" for key in memory])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * w for w in widths])
-    for line in cells:
-        print("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths)) + " |")
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths)) + " |" for line in cells)
+
+
+def print_tables(measured, device):
+    for model in dict.fromkeys(part["model"] for part in measured):
+        parts = [part for part in measured if part["model"] == model]
+        first = parts[0]
+        print(f"\n**{model}**, {first['tensors']} tensors, {first['parameters']:,} parameters\n")
+        print(table([row for part in parts for row in part["rows"]], device))
     print()
     for part in measured:
-        c = part["ledger"]
-        print(
-            f"ledger, {part['model']}, {part['ranks']} rank(s): {100 * (c['ratio'] - 1):+.2f} % of a step "
-            f"(middle half of the blocks {100 * (c['low'] - 1):+.2f} to {100 * (c['high'] - 1):+.2f})"
-        )
+        if c := part["ledger"]:
+            print(
+                f"ledger, {part['model']}, {part['ranks']} rank(s): {100 * (c['ratio'] - 1):+.2f} % of a step "
+                f"(middle half of the blocks {100 * (c['low'] - 1):+.2f} to {100 * (c['high'] - 1):+.2f})"
+            )
 
 
 def processor():
@@ -185,10 +219,10 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", help="numbers of ranks, by commas (1,2 on the CPU; 1 on cuda)")
     parser.add_argument("--models", default="gpt,tiny")
-    parser.add_argument("--passes", type=int, default=2, help="fresh processes of each language, in turn")
-    parser.add_argument("--rounds", type=int, default=6, help="blocks of each variant per pass")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a block")
-    parser.add_argument("--warmup", type=int, default=10, help="steps of each variant before the first block")
+    parser.add_argument("--passes", type=int, default=3, help="fresh processes of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant per pass")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
+    parser.add_argument("--warmup", type=int, default=5, help="steps of each variant before the first block")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the memory runs")
     parser.add_argument("--quick", action="store_true", help="one short pass")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build/bench.json")
@@ -205,10 +239,10 @@ def main():
     ranks = [int(n) for n in (args.ranks or ("1" if args.device == "cuda" else "1,2")).split(",")]
     measured = [measure(args, model, n) for model in args.models.split(",") for n in ranks]
 
-    torch = list(measured[0]["torch"].values())[-1]
-    print(f"\n{processor()}, {cores} cores, load {load:.1f} at the start; torch {torch}; {args.device}; ", end="")
-    print(f"{args.passes * args.rounds * args.steps} timed steps per variant and rank\n")
-    print_table(measured, args.device)
+    load = f"{load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end"
+    print(f"\n{processor()}, {cores} cores, load {load}; torch {measured[0]['torch']}; {args.device}; ", end="")
+    print(f"{args.passes * args.rounds * args.steps} timed steps per variant and rank")
+    print_tables(measured, args.device)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {"processor": processor(), "cores": cores, "load": load, "device": args.device}
     args.out.write_text(json.dumps({"machine": machine, "measured": measured}) + "\n")

@@ -76,9 +76,8 @@ struct TinyBlock : nn::Module {
 };
 
 struct Tiny : nn::Module {
-  static constexpr int64_t kBlocks = 24;
-  Tiny() {
-    for (int64_t i = 0; i < kBlocks; ++i) {
+  explicit Tiny(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
       blocks.emplace_back(register_module("block" + std::to_string(i), std::make_shared<TinyBlock>()));
     }
   }
@@ -89,9 +88,9 @@ struct Tiny : nn::Module {
   std::vector<plumb::Unit<TinyBlock>> blocks;
 };
 
-Model make_tiny(at::Device device, int rank) {
+Model make_tiny(at::Device device, int rank, int64_t blocks = 24) {
   torch::manual_seed(1);
-  const auto tiny = std::make_shared<Tiny>();
+  const auto tiny = std::make_shared<Tiny>(blocks);
   tiny->to(device);
   torch::manual_seed(100 + rank);
   const auto data = torch::randn({kBatches, 2, kBatch, TinyBlock::kWidth}).to(device);
@@ -160,10 +159,12 @@ std::function<void()> engine(const plumb::World& world, const Model& model, cons
   };
 }
 
-Variant make_variant(const std::string& name, const Settings& settings, const plumb::World& world) {
-  at::Device device(at::kCPU);
-  if (settings.device == "cuda") device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()));
-  Model model = settings.model == "gpt" ? make_gpt(device, world.rank()) : make_tiny(device, world.rank());
+at::Device device_of(const Settings& settings, const plumb::World& world) {
+  if (settings.device == "cpu") return at::kCPU;
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank())};
+}
+
+Variant make_variant(const std::string& name, const Model& model, const plumb::World& world) {
   if (name == "plain") return {name, model, plain(model)};
   if (name == "plain-fused") return {name, model, plain_fused(model)};
   if (name == "plumb") return {name, model, engine(world, model, "ddp", true)};
@@ -209,11 +210,14 @@ int64_t peak_on_device(int index) {
   return allocator ? allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index)).allocated_bytes[0].peak : 0;
 }
 
-// Brings up what every variant needs, so that it counts for none: autograd's threads, the BLAS, the device.
-void bring_up(const Settings& settings) {
-  const auto x = torch::ones({64, 64}, at::TensorOptions(settings.device).requires_grad(true));
-  at::linear(x, x).sum().backward();
+// Brings up what the variants need, so that it counts for none: autograd's threads, the BLAS, the device, connections.
+// torch_peers.py does the same.
+void bring_up(const Settings& settings, const plumb::World& world) {
+  for (const std::string& name : settings.variants) {
+    make_variant(name, make_tiny(device_of(settings, world), world.rank(), /*blocks=*/1), world).step();
+  }
   if (settings.device == "cuda") torch::cuda::synchronize();
+  std::ofstream("/proc/self/clear_refs") << 5;  // the peak of memory begins anew
 }
 
 Settings parse(int argc, char** argv) {
@@ -280,13 +284,17 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
 void run(const Settings& settings) {
   at::set_num_threads(1);
   const plumb::World world = plumb::World::join({.backend = settings.backend, .device = settings.device});
-  bring_up(settings);
+  bring_up(settings, world);
   world.barrier();
   const int64_t start_kib = status_kib("VmRSS:");
   const bool cuda = settings.device == "cuda";
 
   std::vector<Variant> variants;
-  for (const auto& name : settings.variants) variants.push_back(make_variant(name, settings, world));
+  for (const auto& name : settings.variants) {
+    const at::Device device = device_of(settings, world);
+    Model model = settings.model == "gpt" ? make_gpt(device, world.rank()) : make_tiny(device, world.rank());
+    variants.push_back(make_variant(name, model, world));
+  }
   for (Variant& variant : variants) {
     for (int64_t i = 0; i < settings.warmup; ++i) variant.step();
   }

@@ -1,34 +1,30 @@
-"""The step time of the same programs as step.cpp in PyTorch, plain and with DistributedDataParallel, in one run.
+"""The step time of the same programs as step.cpp in PyTorch, plain and with each of Plumb's peers, in one run.
 
 One process is one rank, by the environment of torchrun; run.py starts the ranks and reads the one line of JSON that
-each prints. The models, the batches, the blocks and their order are those of step.cpp.
+each prints. The models, the batches, the blocks and their order are those of step.cpp. DeepSpeed is imported only where
+one of its variants is asked for.
 """
 
 import argparse
 import json
+import logging
 import os
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 8  # samples per rank and step
 BATCHES = 8  # different ones, in turn
 UNTIMED = 2  # steps at the start of a block: they find the caches full of another variant's data
-LR = 3e-4
-
-# name: (options of AdamW, options of DDP or None for plain). AdamW's own choice is a loop on the CPU, foreach on CUDA.
-VARIANTS = {
-    "plain": ({}, None),
-    "plain-fused": ({"fused": True}, None),
-    "ddp": ({}, {}),
-    "ddp-fused": ({"fused": True}, {}),
-    "ddp-views": ({}, {"gradient_as_bucket_view": True}),
-    "ddp-views-fused": ({"fused": True}, {"gradient_as_bucket_view": True}),
-}
+ADAMW = {"lr": 3e-4, "fused": True}
 
 
 class Block(nn.Module):
@@ -84,48 +80,114 @@ class Gpt(nn.Module):
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-class Tiny(nn.Module):
-    BLOCKS, LINEARS, WIDTH = 24, 6, 32
+class TinyBlock(nn.Module):
+    LINEARS, WIDTH = 6, 32
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.LINEARS)) for _ in range(self.BLOCKS)
-        )
+        self.linears = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.LINEARS))
+
+    def forward(self, x):
+        y = x
+        for linear in self.linears:
+            y = linear(y).relu()
+        return x + y
+
+
+class Tiny(nn.Module):
+    def __init__(self, blocks=24):
+        super().__init__()
+        self.blocks = nn.ModuleList(TinyBlock() for _ in range(blocks))
 
     def forward(self, x):
         for block in self.blocks:
-            y = x
-            for linear in block:
-                y = linear(y).relu()
-            x = x + y
+            x = block(x)
         return x
 
-    @classmethod
-    def batches(cls):
-        return torch.randn(BATCHES, 2, BATCH, cls.WIDTH)
+    @staticmethod
+    def batches():
+        return torch.randn(BATCHES, 2, BATCH, TinyBlock.WIDTH)
 
     @staticmethod
     def loss(model, batch):
         return F.mse_loss(model(batch[0]), batch[1])
 
 
+def with_optimizer(model, optimizer):
+    """The usual step; a builder returns the model to call, what it does with the loss, and all that follows."""
+
+    def finish():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, torch.Tensor.backward, finish
+
+
+def plain(module):
+    return with_optimizer(module, torch.optim.AdamW(module.parameters(), **ADAMW))
+
+
+def ddp(module, **options):
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    return with_optimizer(DistributedDataParallel(module, **options), optimizer)
+
+
+def ddp_zero(module, views):
+    """Replicated parameters and gradients, sharded optimizer state: the peer of zero1."""
+    model = DistributedDataParallel(module, gradient_as_bucket_view=views)
+    options = {"parameters_as_bucket_view": views} | ADAMW
+    return with_optimizer(model, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **options))
+
+
+def fsdp2(module):
+    mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    return plain(fully_shard(module, mesh=mesh))
+
+
+def deepspeed(module, stage):
+    os.environ.setdefault("DS_ACCELERATOR", next(module.parameters()).device.type)
+    import deepspeed  # noqa: PLC0415
+
+    logging.disable()
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, about the calls that DeepSpeed makes
+    config = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": stage}
+    deepspeed.init_distributed(dist_backend=dist.get_backend())
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine, engine.backward, engine.step
+
+
+VARIANTS = {
+    "plain": plain,
+    "ddp": ddp,
+    "ddp-views": lambda module: ddp(module, gradient_as_bucket_view=True),
+    "ddp-zero": lambda module: ddp_zero(module, views=False),
+    "ddp-zero-views": lambda module: ddp_zero(module, views=True),
+    "fsdp2": fsdp2,
+    "deepspeed-1": lambda module: deepspeed(module, 1),
+    "deepspeed-2": lambda module: deepspeed(module, 2),
+    "deepspeed-3": lambda module: deepspeed(module, 3),
+}
+
+
 class Variant:
-    def __init__(self, name, kind, device):
-        optimizer, ddp = VARIANTS[name]
+    def __init__(self, name, kind, device, *size):
         self.name, self.kind, self.done, self.rounds = name, kind, 0, []
         torch.manual_seed(1)
-        self.module = kind().to(device)
+        module = kind(*size).to(device)
+        parameters = list(module.parameters())
+        self.tensors, self.parameters = len(parameters), sum(p.numel() for p in parameters)
         torch.manual_seed(100 + dist.get_rank())
         self.batches = kind.batches().to(device)
-        self.model = self.module if ddp is None else DistributedDataParallel(self.module, **ddp)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=LR, **optimizer)
+        self.model, self.backward, self.finish = VARIANTS[name](module)
 
     def step(self):
-        self.kind.loss(self.model, self.batches[self.done % BATCHES]).backward()
+        self.backward(self.kind.loss(self.model, self.batches[self.done % BATCHES]))
         self.done += 1
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.finish()
 
     def run_block(self, steps, cuda):
         """On the CPU each step is timed; on a device, which runs behind the host, the block as a whole."""
@@ -146,7 +208,7 @@ class Variant:
 
     def final_loss(self):
         with torch.no_grad():
-            return self.kind.loss(self.module, self.batches[0]).item()
+            return self.kind.loss(self.model, self.batches[0]).item()
 
 
 def status_mib(key):
@@ -154,25 +216,25 @@ def status_mib(key):
         return next(int(line.split()[1]) for line in status if line.startswith(key)) / 1024
 
 
-def bring_up(device):
-    """Loads and starts what any variant may need, so that it counts for none: modules, threads, connections."""
-    small = nn.Linear(64, 64).to(device)
-    for options in {}, {"fused": True}:
-        optimizer = torch.optim.AdamW(small.parameters(), lr=LR, **options)
-        DistributedDataParallel(small)(torch.ones(64, 64, device=device)).sum().backward()
-        optimizer.step()
+def bring_up(names, device):
+    """Loads and starts what the variants need, so that it counts for none: modules, threads, connections."""
+    for name in names:
+        Variant(name, Tiny, device, 1).step()
+    with open("/proc/self/clear_refs", "w") as peak:  # the peak of memory begins anew
+        peak.write("5")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["gpt", "tiny"], default="gpt")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=",".join(v for v in VARIANTS if not v.startswith("deepspeed")))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=10)
     args = parser.parse_args()
-    for name in args.variants.split(","):
+    names = args.variants.split(",")
+    for name in names:
         if name not in VARIANTS:
             parser.error(f"variant '{name}' is unknown; there are {', '.join(VARIANTS)}")
 
@@ -182,12 +244,12 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    bring_up(device)
+    bring_up(names, device)
     dist.barrier()
     start_mib = status_mib("VmRSS:")
 
     kind = {"gpt": Gpt, "tiny": Tiny}[args.model]
-    variants = [Variant(name, kind, device) for name in args.variants.split(",")]
+    variants = [Variant(name, kind, device) for name in names]
     for variant in variants:
         for _ in range(args.warmup):
             variant.step()
@@ -200,7 +262,6 @@ def main():
             variant.run_block(args.steps, cuda)
     dist.barrier()
 
-    parameters = list(variants[0].module.parameters())
     result = {
         "language": "python",
         "torch": torch.__version__,
@@ -208,8 +269,8 @@ def main():
         "world": dist.get_world_size(),
         "model": args.model,
         "device": args.device,
-        "tensors": len(parameters),
-        "parameters": sum(p.numel() for p in parameters),
+        "tensors": variants[0].tensors,
+        "parameters": variants[0].parameters,
         "peak_mib": status_mib("VmHWM:") - start_mib,
         "device_peak_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else 0,
         "variants": [{"name": v.name, "loss": v.final_loss(), "rounds": v.rounds} for v in variants],
