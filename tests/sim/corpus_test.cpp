@@ -11,15 +11,14 @@ namespace {
 using Case = std::tuple<size_t, std::string>;  // scenario, strategy
 
 // Programs that make tensors on the CPU themselves, need what the device has not got, or take too long.
-const std::vector<std::string> not_here = {"AssignsGradientsOfOtherStorageAndStrides", "AssignsAGradientToAFrozenParameter",
-                                           "SparseGradientsOfAnEmbedding", "ThousandsOfTinyParameters"};
+const std::vector<std::string> not_here = {"AssignsGradientsOfOtherStorageAndStrides",
+                                           "AssignsAGradientToAFrozenParameter", "SparseGradientsOfAnEmbedding",
+                                           "ThousandsOfTinyParameters"};
 // Ranks that use different units: with sharded parameters, a collective cannot gather those.
-const std::vector<std::string> other_units = {"UnfreezesWhatOnlyOneRankUses",
-                                              "ALateGradientOnOneRankBesideParametersOthersDoNotUse",
-                                              "ALateGradientAfterAnUndefinedOne",
-                                              "ParametersUsedOnTheLastRankOnly",
-                                              "EveryRankUsesAnotherPart",
-                                              "ARankWithNothingToContributeCallsTheEnginesBackward"};
+const std::vector<std::string> other_units = {
+    "UnfreezesWhatOnlyOneRankUses",     "ALateGradientOnOneRankBesideParametersOthersDoNotUse",
+    "ALateGradientAfterAnUndefinedOne", "ParametersUsedOnTheLastRankOnly",
+    "EveryRankUsesAnotherPart",         "ARankWithNothingToContributeCallsTheEnginesBackward"};
 
 bool plays(const scenarios::Scenario& scenario, const Strategy& row) {
   const auto named = [&](const std::vector<std::string>& names) {
