@@ -159,22 +159,37 @@ void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
   Group& group = reducer->data();
   if (group.size() == 1 || tensors.empty()) return;
   at::NoGradGuard no_grad;
-  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor.defined() && tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor);
-  }
-  for (auto& [dtype, members] : by_dtype) {
+  // Together, so that few messages travel, and not all at once, so that no second model is held.
+  constexpr size_t together = 64 << 20;  // bytes
+  auto send = [&](const std::vector<at::Tensor>& members) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& member : members) flat.push_back(member.detach().reshape(-1));
     const at::Tensor joined = at::cat(flat);
-    const bool odd = dtype == at::kBool;  // not every backend carries booleans
+    const bool odd = joined.scalar_type() == at::kBool;  // not every backend carries booleans
     group.broadcast(odd ? joined.view(at::kByte) : joined, 0).wait(where);
-    if (group.rank() == 0) continue;
+    if (group.rank() == 0) return;
     int64_t offset = 0;
     for (const at::Tensor& member : members) {
       member.detach().copy_(joined.narrow(0, offset, member.numel()).view(member.sizes()));
       offset += member.numel();
     }
+  };
+  struct Batch {
+    std::vector<at::Tensor> members;
+    size_t bytes = 0;
+  };
+  std::map<at::ScalarType, Batch> batches;
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    Batch& batch = batches[tensor.scalar_type()];
+    batch.members.push_back(tensor);
+    batch.bytes += tensor.nbytes();
+    if (batch.bytes < together) continue;
+    send(batch.members);
+    batch = {};
+  }
+  for (const auto& [dtype, batch] : batches) {
+    if (!batch.members.empty()) send(batch.members);
   }
 }
 
