@@ -18,6 +18,22 @@ namespace {
 using scenarios::checkpoint;
 using scenarios::Checkpoint;
 
+// Unpacks what it saved, and throws once.
+struct Explosive : torch::autograd::Function<Explosive> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t armed) {
+    context->save_for_backward({x});
+    context->saved_data["armed"] = armed;
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    context->get_saved_variables();
+    bool& armed = *reinterpret_cast<bool*>(context->saved_data["armed"].toInt());
+    if (std::exchange(armed, false)) throw std::runtime_error("planned");
+    return {gradients[0] * 2, at::Tensor()};
+  }
+};
+
 // A block that may stash a weight raw, return an auxiliary output, or recompute itself.
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width) {
@@ -25,6 +41,9 @@ struct BlockImpl : torch::nn::Module {
     down = register_module("down", torch::nn::Linear(2 * width, width));
   }
   at::Tensor forward(const at::Tensor& x) { return x + down(torch::tanh(up(x))); }
+  at::Tensor explosive(const at::Tensor& x, bool& armed) {
+    return down(Explosive::apply(up(x), reinterpret_cast<int64_t>(&armed)));
+  }
   at::Tensor recomputed(const at::Tensor& x) {
     body = [this](const at::Tensor& h) { return forward(h); };
     return checkpoint(body, x);
@@ -182,6 +201,15 @@ const std::vector<Named>& patterns() {
          h.remove_hook(handle);
          for (auto& p : net.parameters()) p.mutable_grad().reset();
          net.forward(x).sum().backward();
+       }},
+      {"AnExceptionInsideANodeThenRetry",
+       [](Net& net, const at::Tensor& x, const auto& check) {
+         bool armed = true;
+         auto loss = net.first->explosive(net.second->forward(x), armed).pow(2).sum();
+         EXPECT_ANY_THROW(loss.backward({}, true));
+         check();
+         for (auto& p : net.parameters()) p.mutable_grad().reset();
+         loss.backward();
        }},
       {"AnExceptionInForwardThenRetry",
        [](Net& net, const at::Tensor& x, const auto& check) {
