@@ -139,6 +139,24 @@ std::vector<Scenario> graph_scenarios() {
       stage.share(net.left->forward(h).pow(2).mean() + torch::linear(h, net.spare->weight).sum()).backward();
     }
   });
+  // The first two steps teach the engine to expect one gradient of the weight; the third brings a second one, late.
+  all.push_back(on_net("G5", "AnUnexpectedLateGradientAfterAnUndefinedOne", [](Stage& stage) {
+    auto& net = stage.as<Net>();
+    const Checkpoint::Body again = [&net](const at::Tensor& h) {
+      return torch::tanh(torch::linear(h, net.spare->weight).matmul(net.spare->weight));
+    };
+    for (int step = 0; step < 3; ++step) {
+      auto h = torch::tanh(net.body->forward(stage.input({4, 6}, step)));
+      if (step == 2 && stage.rank == 0) {
+        h = Silent::apply(checkpoint(again, h), net.spare->weight);
+        stage.share(net.left->forward(h).pow(2).mean()).backward();
+      } else {
+        stage.share(net.left->forward(h).pow(2).mean() + torch::linear(h, net.spare->weight).sum()).backward();
+      }
+      stage.step();
+      stage.zero_grad();
+    }
+  }));
   add("G6", "AModuleCalledTwice", [](Stage& stage, Net& net, const at::Tensor& x) {
     auto h = torch::tanh(net.body->forward(x));
     for (int i = 0; i < 3; ++i) h = torch::tanh(net.middle->forward(h));
