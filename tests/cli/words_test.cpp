@@ -60,7 +60,7 @@ TEST(Words, InfoSpeaksJson) {
 }
 
 TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
-  expect_usage_error({"fly"}, {"'fly'", "train, estimate, info"});
+  expect_usage_error({"fly"}, {"'fly'", "train, estimate, sim, info"});
   expect_usage_error({"info", "--loud"}, {"--loud"});
   expect_usage_error({"train", "--loud"}, {"--loud"});
   expect_usage_error({"train", "loud"}, {"loud"});

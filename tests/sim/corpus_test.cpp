@@ -15,10 +15,14 @@ const std::vector<std::string> not_here = {"AssignsGradientsOfOtherStorageAndStr
                                            "AssignsAGradientToAFrozenParameter", "SparseGradientsOfAnEmbedding",
                                            "ThousandsOfTinyParameters"};
 // Ranks that use different units: with sharded parameters, a collective cannot gather those.
-const std::vector<std::string> other_units = {
-    "UnfreezesWhatOnlyOneRankUses",     "ALateGradientOnOneRankBesideParametersOthersDoNotUse",
-    "ALateGradientAfterAnUndefinedOne", "ParametersUsedOnTheLastRankOnly",
-    "EveryRankUsesAnotherPart",         "ARankWithNothingToContributeCallsTheEnginesBackward"};
+const std::vector<std::string> other_units = {"UnfreezesWhatOnlyOneRankUses",
+                                              "ALateGradientOnOneRankBesideParametersOthersDoNotUse",
+                                              "AnUnexpectedLateGradientAfterAnUndefinedOne",
+                                              "AnUnexpectedLateGradientBesideParametersOthersDoNotUse",
+                                              "ALateGradientAfterAnUndefinedOne",
+                                              "ParametersUsedOnTheLastRankOnly",
+                                              "EveryRankUsesAnotherPart",
+                                              "ARankWithNothingToContributeCallsTheEnginesBackward"};
 
 bool plays(const scenarios::Scenario& scenario, const Strategy& row) {
   const auto named = [&](const std::vector<std::string>& names) {

@@ -157,6 +157,19 @@ std::vector<Scenario> graph_scenarios() {
       stage.zero_grad();
     }
   }));
+  all.push_back(on_net("G5", "AnUnexpectedLateGradientBesideParametersOthersDoNotUse", [](Stage& stage) {
+    auto& net = stage.as<Net>();
+    const Checkpoint::Body middle = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    for (int step = 0; step < 3; ++step) {
+      const auto h = torch::tanh(net.body->forward(stage.input({4, 6}, step)));
+      const bool late = step == 2 && stage.rank == 0;
+      const auto y = late ? checkpoint(middle, checkpoint(middle, h)) : middle(h);
+      const bool left = step < 2 || stage.rank % 2 == 0;
+      stage.share(left ? net.left->forward(y).pow(2).mean() : net.right->forward(y).pow(2).mean()).backward();
+      stage.step();
+      stage.zero_grad();
+    }
+  }));
   add("G6", "AModuleCalledTwice", [](Stage& stage, Net& net, const at::Tensor& x) {
     auto h = torch::tanh(net.body->forward(x));
     for (int i = 0; i < 3; ++i) h = torch::tanh(net.middle->forward(h));
