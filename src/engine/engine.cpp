@@ -16,26 +16,25 @@ namespace plumb {
 namespace {
 
 // The modules that some plumb::Unit holds. A unit's own parameters are those that no unit inside it holds.
-void find_units(const torch::nn::Module& module, const std::string& name, std::vector<UnitSpec>& units,
-                std::vector<at::Tensor>* around) {
-  if (auto door = unit::find_door(&module)) {
-    const size_t index = units.size();
-    units.push_back({name, std::move(door), {}});
-    std::vector<at::Tensor> own;
-    for (const auto& parameter : module.parameters(/*recurse=*/false)) own.push_back(parameter);
-    for (const auto& child : module.named_children()) find_units(*child.value(), name + "." + child.key(), units, &own);
-    units[index].parameters = std::move(own);
-    return;
+// `own`: of the unit around `module`; null: there is none.
+void find_units(const torch::nn::Module& module, std::vector<UnitSpec>& units, std::vector<at::Tensor>* own) {
+  auto door = unit::find_door(&module);
+  const size_t index = units.size();
+  std::vector<at::Tensor> mine;
+  if (door) {
+    units.push_back({door, {}});
+    own = &mine;
   }
-  if (around != nullptr) {
-    for (const auto& parameter : module.parameters(/*recurse=*/false)) around->push_back(parameter);
+  if (own != nullptr) {
+    for (const auto& parameter : module.parameters(/*recurse=*/false)) own->push_back(parameter);
   }
-  for (const auto& child : module.named_children()) find_units(*child.value(), name + "." + child.key(), units, around);
+  for (const auto& child : module.children()) find_units(*child, units, own);
+  if (door) units[index].parameters = std::move(mine);
 }
 
 std::vector<UnitSpec> units_of(const torch::nn::Module& module) {
   std::vector<UnitSpec> units;
-  find_units(module, "", units, nullptr);
+  find_units(module, units, nullptr);
   std::erase_if(units, [](const UnitSpec& unit) { return unit.parameters.empty(); });
   return units;
 }
@@ -124,7 +123,8 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     const bool sharded =
         row.parameter == Placement::sharded && mesh_of(row, options.mesh, world.size()).shard > 1 && !specs.empty();
     if (!sharded) specs.clear();
-    reducer = std::make_shared<Reducer>(world, parameters, assign(parameters, specs), options);
+    const std::vector<int> unit_of = assign(parameters, specs);
+    reducer = std::make_shared<Reducer>(world, parameters, unit_of, options);
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
     NamedTensors built;
     for (const auto& parameter : parameters) {
@@ -132,7 +132,6 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     }
     broadcast(built, where);
     // A deferred parameter that no unit keeps is whole from here on.
-    const std::vector<int> unit_of = assign(parameters, specs);
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor parameter = parameters[i].second;
       if (unit_of[i] >= 0 || !deferred::waits(parameter)) continue;
@@ -245,6 +244,7 @@ void Engine::Impl::settle_scale(bool skipped) {
 
 StepInfo Engine::step() {
   Reducer& reducer = *impl_->reducer;
+  const bool pieces = reducer.shards(reducer.row().gradient);
   reducer.settle_step();
   StepInfo info;
   info.step = reducer.steps();
@@ -252,7 +252,7 @@ StepInfo Engine::step() {
   info.lr = impl_->updater.lr() * factor;
   info.loss_scale = impl_->loss_scale;
   if (impl_->options.loss_scale) {
-    info.skipped = !gradients_are_finite(reducer.buckets(), reducer.shards(reducer.row().gradient), reducer.shard(),
+    info.skipped = !gradients_are_finite(reducer.buckets(), pieces, reducer.shard(),
                                          reducer.here(Where::Kind::step, "whether all gradients are finite"));
     impl_->settle_scale(info.skipped);
     if (info.skipped) {
@@ -265,7 +265,7 @@ StepInfo Engine::step() {
   }
   const Where norm_at = reducer.here(Where::Kind::step, "the gradient norm");
   if (impl_->options.clip_norm) {
-    info.grad_norm = gradient_norm(reducer.buckets(), reducer.shards(reducer.row().gradient), reducer.shard(),
+    info.grad_norm = gradient_norm(reducer.buckets(), pieces, reducer.shard(),
                                    impl_->options.deterministic ? NormOrder::exact : NormOrder::any, norm_at);
     clip_gradients(reducer.buckets(), info.grad_norm, *impl_->options.clip_norm);
   }

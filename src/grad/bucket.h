@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "grad/sink.h"
@@ -39,6 +40,9 @@ struct Bucket {
   Pending reduction;
 
   c10::Device device() const { return sinks[0]->parameter.device(); }
+  bool has_gradient() const {
+    return std::any_of(sinks.begin(), sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });
+  }
   int64_t after(size_t sink) const { return sink + 1 < sinks.size() ? sinks[sink + 1]->slot.offset : numel; }
 };
 

@@ -1,6 +1,5 @@
 // Entrance 3: gradients that come without autograd, from a compiled or hand-written backward.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include "grad/reducer.h"
 
@@ -23,7 +22,7 @@ void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
   }
   at::NoGradGuard no_grad;
   // Outside of every backward this opens a pass of its own, which end_pass() closes.
-  if (torch::autograd::get_current_graph_task_id() < 0 && !delivering_) {
+  if (!in_pass()) {
     begin_backward();
     delivering_ = true;
   }

@@ -37,13 +37,15 @@ void Reducer::offer_fused(Sink& sink) {
   attach(sink.parameter, sink.entrance);
 }
 
+bool Reducer::in_pass() const { return delivering_ || torch::autograd::get_current_graph_task_id() >= 0; }
+
 GradTarget Reducer::open_fused(Sink& sink) {
   Lock lock(mutex_);
   at::NoGradGuard no_grad;
   if (stopped_)
     throw Error(world_.rank(), "the gradient of parameter '" + sink.name + "' comes after its engine has ended");
   check_alive();
-  const bool in_pass = delivering_ || torch::autograd::get_current_graph_task_id() >= 0;
+  const bool in_pass = this->in_pass();
   if (in_pass) join_pass(sink, true);
   Bucket& bucket = buckets_[sink.slot.bucket];
   if (!in_pass) bucket.lanes.begin_part(bucket.device());
@@ -55,7 +57,7 @@ GradTarget Reducer::open_fused(Sink& sink) {
     sink.raw = true;
     return {place, sink.taken > 0};
   }
-  if (shards_gradient_ || deterministic_) {
+  if (eats()) {
     // Held on this rank, whole, until the next reduction.
     if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, mesh_.shard);
     const bool fresh = !sink.grad().defined();
@@ -73,7 +75,7 @@ void Reducer::wrote_fused(Sink& sink) {
   Lock lock(mutex_);
   Bucket& bucket = buckets_[sink.slot.bucket];
   bucket.lanes.end_part(bucket.device());
-  const bool in_pass = delivering_ || torch::autograd::get_current_graph_task_id() >= 0;
+  const bool in_pass = this->in_pass();
   if (in_pass && eaten_) {
     ++sink.taken;
     sink.given = true;
@@ -81,7 +83,7 @@ void Reducer::wrote_fused(Sink& sink) {
     ledger_.settled(sink.index);
     return;
   }
-  if (!shards_gradient_ && !deterministic_) sink.grad() = sink.view;
+  if (!eats()) sink.grad() = sink.view;
   if (in_pass) {
     ledger_.delivered(sink.index);
     ++sink.unsettled;

@@ -94,15 +94,16 @@ void Reducer::take(Sink& sink, const at::Tensor& gradient) {
   Bucket& bucket = buckets_[sink.slot.bucket];
   ledger_.delivered(sink.index);
   open_incoming(bucket);
-  const double scale = deterministic_ ? 1.0 : 1.0 / data_.size();
-  sink.take(gradient, view_in(bucket.incoming, sink.slot.offset, sink.parameter), sink.raw ? 1.0 : scale);
+  const at::Tensor place = view_in(bucket.incoming, sink.slot.offset, sink.parameter);
+  sink.take(gradient, place, sink.raw ? 1.0 : incoming_scale());
   bucket.lanes.end_part(bucket.device());
   ledger_.settled(sink.index);
 }
 
 // Everything that belongs into `incoming` and is not there yet: gradients that lie elsewhere, and zeros.
-void Reducer::complete_incoming(Bucket& bucket, double scale) {
+void Reducer::complete_incoming(Bucket& bucket) {
   at::NoGradGuard no_grad;
+  const double scale = incoming_scale();
   open_incoming(bucket);
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
@@ -131,10 +132,9 @@ void Reducer::reduce_incoming(Bucket& bucket) {
     bucket.shares.clear();
     for (Sink* sink : bucket.sinks) sink->taken = 1;  // the sums hold something, zeros at least, for all of them
   }
-  complete_incoming(bucket, deterministic_ ? 1.0 : 1.0 / data_.size());
+  complete_incoming(bucket);
   ledger_.reduced(bucket.index);
-  const bool fresh =
-      std::none_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });
+  const bool fresh = !bucket.has_gradient();
   if (!fresh) {
     // What no gradient stands for is old.
     for (Sink* sink : bucket.sinks) {
@@ -219,18 +219,17 @@ void Reducer::prepare_share() {
 // After a share: it joins the sums of the shares before it, wherever the tree says so.
 void Reducer::push_shares() {
   at::NoGradGuard no_grad;
-  const int64_t count = options_.virtual_ranks / data_.size();
+  const int64_t count = shares_per_step();
   if (passes_ > count) return;  // step() says so
   for (Bucket& bucket : buckets_) {
     const Alone alone(bucket.lanes, bucket.device());
     make_gradient(bucket);
-    const std::vector<at::Tensor> shares = bucket.shares;
     for (Sink* sink : bucket.sinks) {
       const bool given = sink->given || (sink->grad().defined() && !sink->grad_in_bucket());
       if (!sink->grad().defined() && given) sink->view.zero_();
       sink->given = given;
     }
-    complete_incoming(bucket, 1.0);
+    complete_incoming(bucket);
     for (Sink* sink : bucket.sinks) {
       if (!sink->grad().defined() && sink->given) sink->grad() = sink->view;
       sink->given = false;
@@ -238,6 +237,7 @@ void Reducer::push_shares() {
     }
     bucket.shares.push_back(bucket.incoming);
     bucket.incoming.reset();
+    bucket.lent.reset();
     for (int sums = sums_after(passes_ - 1, 0, count); sums > 0; --sums) {
       bucket.shares[bucket.shares.size() - 2].add_(bucket.shares.back());
       keep_for_current(bucket.shares.back());
@@ -247,7 +247,7 @@ void Reducer::push_shares() {
 }
 
 void Reducer::check_shares() const {
-  const int64_t count = options_.virtual_ranks / data_.size();
+  const int64_t count = shares_per_step();
   if (passes_ == 0 || passes_ == count) return;
   throw Error(world_.rank(), "step() after " + std::to_string(passes_) + " backwards in deterministic mode; expected " +
                                  std::to_string(count) + ", one for each of this rank's shares (virtual_ranks " +
@@ -274,10 +274,10 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
 }
 
 Sink* Reducer::sink_of(const at::Tensor& parameter) {
-  for (size_t i = 0; i < candidates_.size(); ++i) {
-    if (candidates_[i].second.is_same(parameter)) return sink_of_[i] < 0 ? nullptr : &sinks_[sink_of_[i]];
-  }
-  throw Error(world_.rank(), "a tensor that is no parameter of this engine");
+  const auto it = candidate_of_.find(parameter.unsafeGetTensorImpl());
+  if (it == candidate_of_.end()) throw Error(world_.rank(), "a tensor that is no parameter of this engine");
+  const int sink = sink_of_[it->second];
+  return sink < 0 ? nullptr : &sinks_[sink];
 }
 
 }  // namespace plumb

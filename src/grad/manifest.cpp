@@ -7,6 +7,7 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "layout/digest.h"
 #include "world/group.h"
 
 namespace plumb {
@@ -51,14 +52,11 @@ void check_same_model(const World& world, const NamedTensors& parameters, const 
   if (world.size() == 1) return;
   const Where where{Where::Kind::setup, 0, 0, "the comparison of the models"};
   const std::vector<std::string> mine = manifest(parameters, buffers, optimizer, options);
-  uint64_t digest = 0xcbf29ce484222325u;
   std::string text;
-  for (const std::string& line : mine) {
-    for (char c : line) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-    digest = (digest ^ '\n') * 0x100000001b3u;
-    text += line + '\n';
-  }
-  const int64_t word = static_cast<int64_t>(digest);
+  for (const std::string& line : mine) text += line + '\n';
+  Digest digest;
+  digest.add(text);
+  const int64_t word = digest.value();
   const auto digests = exchange(world, std::span(&word, 1), where);
   if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other[0] == word; })) return;
 

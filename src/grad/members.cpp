@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "grad/reducer.h"
+#include "layout/digest.h"
 
 namespace plumb {
 namespace {
@@ -48,7 +49,9 @@ Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> u
       mesh_(mesh_of(row_, options.mesh, world_.size())), groups_(new_groups(world_, mesh_)), data_(groups_.data),
       control_(groups_.control), ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
       deterministic_(options.deterministic), shards_gradient_(shards(row_.gradient)), candidates_(parameters),
-      unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1) {}
+      unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1) {
+  for (size_t i = 0; i < candidates_.size(); ++i) candidate_of_[candidates_[i].second.unsafeGetTensorImpl()] = i;
+}
 
 Groups& Reducer::gathers() {
   if (!gathers_) gathers_ = std::make_unique<Groups>(new_groups(world_, mesh_));
@@ -74,9 +77,11 @@ std::vector<int> Reducer::newcomers() const {
 }
 
 int64_t Reducer::newcomers_digest() const {
-  uint64_t digest = 0;
-  for (int candidate : newcomers()) digest = (digest ^ static_cast<uint64_t>(candidate + 1)) * 0x100000001b3u + 1;
-  return static_cast<int64_t>(digest);
+  const std::vector<int> candidates = newcomers();
+  if (candidates.empty()) return 0;
+  Digest digest;
+  for (int candidate : candidates) digest.add(static_cast<uint64_t>(candidate));
+  return digest.value();
 }
 
 void Reducer::admit(const std::vector<int>& candidates) {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "layout/digest.h"
+
 namespace plumb {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -12,6 +14,13 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 namespace {
 
 constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
+
+// A bucket is reduced everywhere if one rank asks for it.
+void join_late(const std::vector<Facts>& all, std::vector<bool>& late) {
+  for (const Facts& facts : all) {
+    for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
+  }
+}
 
 }  // namespace
 
@@ -113,7 +122,7 @@ void Reducer::open_pass() {
 // before all ranks have said that theirs did too.
 bool Reducer::follow_rules() {
   bool changed = false;
-  int64_t digest = 0;
+  Digest digest;
   for (Bucket& bucket : buckets_) {
     at::ScalarType dtype = grad_rule(bucket.sinks[0]->parameter, options_.accumulate_dtype).bucket;
     for (Sink* sink : bucket.sinks) {
@@ -121,8 +130,7 @@ bool Reducer::follow_rules() {
       changed = changed || !(rule == sink->rule);
       sink->rule = rule;
       dtype = c10::promoteTypes(dtype, rule.bucket);
-      const int64_t cast = rule.cast ? static_cast<int64_t>(*rule.cast) + 1 : 0;
-      digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ static_cast<uint64_t>(cast)) * 0x100000001b3u);
+      digest.add(rule.cast ? static_cast<uint64_t>(*rule.cast) + 1 : 0);
     }
     if (dtype != bucket.dtype) {
       const Alone alone(bucket.lanes, bucket.device());
@@ -133,7 +141,7 @@ bool Reducer::follow_rules() {
       if (old.defined()) make_gradient(bucket, old);
     }
   }
-  rules_ = digest;
+  rules_ = digest.value();
   return changed;
 }
 
@@ -282,9 +290,7 @@ void Reducer::close_synced_pass() {
     if (shards_gradient_ && groups_.replicate.size() > 1) finish_all();
     all = agree(Where::Kind::backward, late);
     finish_all();
-    for (const Facts& facts : all) {
-      for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
-    }
+    join_late(all, late);
     for (size_t i = 0; i < late.size(); ++i) {
       if (late[i]) ledger_.late(static_cast<int>(i));
     }
@@ -352,9 +358,7 @@ void Reducer::settle_step() {
   std::vector<Facts> all;
   try {
     all = agree(Where::Kind::step, late);
-    for (const Facts& facts : all) {
-      for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
-    }
+    join_late(all, late);
     if (deterministic_) check_shares();
     admit_newcomers(all, late);
     reduce_and_wait(late, where);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "grad/backward.h"
@@ -67,7 +68,6 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Group& data() { return data_; }
   Group& control() { return control_; }
   Group& shard() { return groups_.shard; }
-  Group& replicate() { return groups_.replicate; }
   // Apart from the others, so that gathers and reductions need no common order. Made when first asked for; collective.
   Groups& gathers();
   bool shards(Placement placement) const { return placement == Placement::sharded && groups_.shard.size() > 1; }
@@ -94,6 +94,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void rebuild();
   void reshard(std::deque<Bucket>& old, const std::vector<int>& indices);
 
+  bool in_pass() const;  // whether a contribution that comes now belongs to a pass, or comes between two
   void join_pass(Sink& sink, bool contributes);
   at::Tensor before_accumulation(Sink& sink, const at::Tensor& gradient);
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
@@ -110,7 +111,10 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void take(Sink& sink, const at::Tensor& gradient);
   void open_incoming(Bucket& bucket);
   void make_gradient(Bucket& bucket, const at::Tensor& old = {});
-  void complete_incoming(Bucket& bucket, double scale);
+  void complete_incoming(Bucket& bucket);
+  // A contribution's factor: the mean over the ranks; 1 in deterministic mode, which scales the sum of all of them.
+  double incoming_scale() const { return deterministic_ ? 1.0 : 1.0 / data_.size(); }
+  int64_t shares_per_step() const { return options_.virtual_ranks / data_.size(); }  // of this rank
   void reduce_incoming(Bucket& bucket);
   void reduce_tree(Bucket& bucket, const at::Tensor& target);
   void finish(Bucket& bucket, const Where& where);
@@ -144,10 +148,11 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Ledger ledger_;
   const bool deterministic_;
   bool shards_gradient_ = false;
-  NamedTensors candidates_;   // everything that could be trained
-  std::vector<int> unit_of_;  // by candidate
-  std::vector<int> sink_of_;  // by candidate; -1 while it has never required a gradient
-  std::deque<Sink> sinks_;    // stable addresses: hooks and buckets point here
+  NamedTensors candidates_;                               // everything that could be trained
+  std::unordered_map<const void*, size_t> candidate_of_;  // by parameter
+  std::vector<int> unit_of_;                              // by candidate
+  std::vector<int> sink_of_;                              // by candidate; -1 while it has never required a gradient
+  std::deque<Sink> sinks_;                                // stable addresses: hooks and buckets point here
   std::deque<Bucket> buckets_;
 
   LaneSet callers_;  // the lanes that backwards of this step were called from

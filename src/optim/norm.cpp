@@ -74,8 +74,7 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
   for (const Bucket& bucket : buckets) {
     options = options.device(bucket.sinks[0]->parameter.device());
     for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
-      const at::Tensor gradient = part(bucket.gradient, bucket.kept, run);
-      add_norms(gradient, norms);
+      add_norms(part(bucket.gradient, bucket.kept, run), norms);
     }
   }
   at::Tensor norm =

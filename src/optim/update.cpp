@@ -143,9 +143,7 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
   const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
   std::vector<Pending> gathers;
   for (Bucket& bucket : buckets) {
-    const bool any =
-        std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });
-    if (updates && any) {
+    if (updates && bucket.has_gradient()) {
       Flats& flats = flats_of(bucket);
       for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
       const auto alike = [&](const Sink& a, const Sink& b) {

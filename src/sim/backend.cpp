@@ -5,7 +5,7 @@
 
 #include "sim/collective.h"
 #include "sim/memory.h"
-#include "world/sum.h"
+#include "world/arguments.h"
 
 namespace plumb::sim {
 namespace {
@@ -200,18 +200,8 @@ class SimBackend final : public c10d::Backend {
 
  private:
   static Reduction reduction_of(const c10d::ReduceOp& op) {
-    switch (op.op_) {
-      case c10d::ReduceOp::SUM:
-        return Reduction::sum;
-      case c10d::ReduceOp::AVG:
-        return Reduction::average;
-      case c10d::ReduceOp::MAX:
-        return Reduction::maximum;
-      case c10d::ReduceOp::MIN:
-        return Reduction::minimum;
-      default:
-        throw Error("the simulated communicator reduces by sum, average, maximum or minimum");
-    }
+    if (const auto known = arguments::reduction_of(op)) return *known;
+    throw Error("the simulated communicator reduces by sum, average, maximum or minimum");
   }
   static std::string word(Reduction reduction) {
     static const char* const words[] = {", sum", ", average", ", maximum", ", minimum"};

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "layout/digest.h"
 #include "plumb/error.h"
 #include "plumb/unit.h"
 #include "unit/door.h"
@@ -36,16 +37,14 @@ thread_local const World* building = nullptr;
 
 int64_t digest_of(const at::Tensor& flat) {
   const at::Tensor bytes = flat.cpu().view(at::kByte);
-  const uint8_t* data = bytes.const_data_ptr<uint8_t>();
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (int64_t i = 0; i < bytes.numel(); ++i) hash = (hash ^ data[i]) * 0x100000001b3u;
-  return static_cast<int64_t>(hash);
+  Digest digest;
+  digest.add({static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())});
+  return digest.value();
 }
 
 void cut_one(const World& world, const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(parts().mutex);
-  std::erase_if(parts().all, [](const auto& entry) { return entry.second.parameter.expired(); });
   if (parts().all.contains(parameter.unsafeGetTensorImpl())) return;
   const at::Tensor flat = parameter.detach().contiguous().view(-1);
   const int64_t part = (flat.numel() + world.size() - 1) / world.size();
@@ -73,7 +72,12 @@ void cut_own(const World& world, const torch::nn::Module& module) {
 }  // namespace
 
 void cut(const torch::nn::Module& module) {
-  if (building != nullptr) cut_own(*building, module);
+  if (building == nullptr) return;
+  {
+    std::lock_guard lock(parts().mutex);
+    std::erase_if(parts().all, [](const auto& entry) { return entry.second.parameter.expired(); });
+  }
+  cut_own(*building, module);
 }
 
 bool waits(const at::Tensor& parameter) {

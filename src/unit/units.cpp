@@ -52,14 +52,7 @@ Units::Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer)
     home.bucket = &bucket;
     settle_in(home);
   }
-  for (const UnitSpec& spec : specs_) {
-    std::vector<Home*> homes;
-    for (const at::Tensor& parameter : spec.parameters) {
-      Home* home = &home_of(parameter);
-      if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
-    }
-    homes_of_unit_.push_back(std::move(homes));
-  }
+  for (const UnitSpec& spec : specs_) homes_of_unit_.push_back(homes_of(spec.parameters));
 }
 
 Units::~Units() {
@@ -126,7 +119,6 @@ void Units::gather(Home& home) {
   fill_storage(storage, bytes);
   home.full = true;
   home.complete = false;
-  ++gathers_;
   const int64_t part = home.bucket->held.size();
   if (home.peers.empty()) {
     const std::string& name = home.bucket->sinks[0]->name;
@@ -170,22 +162,34 @@ void Units::release_if_idle(Home& home) {
 
 // ---- scopes
 
-void Units::enter(int unit) {
-  {
-    Lock lock(mutex_);
-    std::vector<Home*> held;
-    try {
-      for (Home* home : homes_of_unit_[unit]) {
-        ++home->holds;
-        held.push_back(home);
-        if (!home->full) gather(*home);
-        home->lanes.begin_part(home->whole.device());
-      }
-    } catch (...) {
-      for (Home* home : held) --home->holds;
-      throw;
+// All of them, or none.
+void Units::hold(const std::vector<Home*>& homes) {
+  Lock lock(mutex_);
+  std::vector<Home*> held;
+  try {
+    for (Home* home : homes) {
+      ++home->holds;
+      held.push_back(home);
+      if (!home->full) gather(*home);
+      home->lanes.begin_part(home->whole.device());
     }
+  } catch (...) {
+    for (Home* home : held) --home->holds;
+    throw;
   }
+}
+
+void Units::let_go(const std::vector<Home*>& homes) {
+  Lock lock(mutex_);
+  for (Home* home : homes) {
+    --home->holds;
+    home->lanes.end_part(home->whole.device());
+    release_if_idle(*home);
+  }
+}
+
+void Units::enter(int unit) {
+  hold(homes_of_unit_[unit]);
   saved::push(shared_from_this(), unit);
 }
 
@@ -197,49 +201,25 @@ void Units::leave(int unit) {
     if (backward::listen(shared_from_this())) ++tasks_;
     touch(unit);
   }
-  for (Home* home : homes_of_unit_[unit]) {
-    --home->holds;
-    home->lanes.end_part(home->whole.device());
-    release_if_idle(*home);
-  }
+  let_go(homes_of_unit_[unit]);
 }
 
 void Units::hold(const std::vector<at::Tensor>& parameters) {
-  Lock lock(mutex_);
-  for (const at::Tensor& parameter : parameters) {
-    if (!owns(parameter)) continue;
-    Home& home = home_of(parameter);
-    ++home.holds;
-    if (!home.full) gather(home);
-    home.lanes.begin_part(home.whole.device());
-  }
+  hold(homes_of(parameters));
   saved::push(shared_from_this(), -1);
 }
 
 void Units::let_go(const std::vector<at::Tensor>& parameters) {
   saved::pop();
-  Lock lock(mutex_);
-  for (const at::Tensor& parameter : parameters) {
-    if (!owns(parameter)) continue;
-    Home& home = home_of(parameter);
-    --home.holds;
-    home.lanes.end_part(home.whole.device());
-    release_if_idle(home);
-  }
+  let_go(homes_of(parameters));
 }
 
 void Units::publish(const std::vector<at::Tensor>& parameters) {
   Lock lock(mutex_);
   at::NoGradGuard no_grad;
   const Where where = reducer_.here(Where::Kind::step, "publishing what rank 0 wrote");
-  std::vector<Home*> homes;
-  for (const at::Tensor& parameter : parameters) {
-    if (!owns(parameter)) continue;
-    Home* home = &home_of(parameter);
-    if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
-  }
   reducer_.control().barrier().wait(where);  // nobody reads the shards any more
-  for (Home* home : homes) {
+  for (Home* home : homes_of(parameters)) {
     const Alone alone(home->lanes, home->whole.device());
     reducer_.data().broadcast(home->whole, 0).wait(where);
     const Range& held = home->bucket->held;
@@ -274,8 +254,14 @@ bool Units::owns(const at::Tensor& parameter) const {
   return parameter.has_storage() && homes_of_.contains(parameter.storage().unsafeGetStorageImpl());
 }
 
-Units::Home& Units::home_of(const at::Tensor& parameter) {
-  return *homes_of_.at(parameter.storage().unsafeGetStorageImpl());
+std::vector<Units::Home*> Units::homes_of(const std::vector<at::Tensor>& parameters) const {
+  std::vector<Home*> homes;
+  for (const at::Tensor& parameter : parameters) {
+    if (!owns(parameter)) continue;
+    Home* home = homes_of_.at(parameter.storage().unsafeGetStorageImpl());
+    if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
+  }
+  return homes;
 }
 
 int64_t Units::gathered_bytes() const {

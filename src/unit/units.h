@@ -26,9 +26,8 @@
 
 namespace plumb {
 
-// A module that is a unit: its name, and its own parameters, tied ones included; those of units inside it are theirs.
+// A module that is a unit: its own parameters, tied ones included; those of units inside it are theirs.
 struct UnitSpec {
-  std::string name;
   std::shared_ptr<unit::Door> door;
   std::vector<at::Tensor> parameters;
 };
@@ -56,7 +55,6 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
 
   bool owns(const at::Tensor& parameter) const;
   int64_t gathered_bytes() const;  // right now
-  int64_t gathers() const { return gathers_; }
 
   // Inside a node's backward: gathers what it saved.
   void need(int unit);
@@ -87,7 +85,9 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void touch(int unit);
   void left(Home& home, const void* node);
   void completed(Bucket& bucket);
-  Home& home_of(const at::Tensor& parameter);
+  void hold(const std::vector<Home*>& homes);
+  void let_go(const std::vector<Home*>& homes);
+  std::vector<Home*> homes_of(const std::vector<at::Tensor>& parameters) const;  // each once
 
   std::shared_ptr<Reducer> owner_;
   Reducer& reducer_;
@@ -99,7 +99,6 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<int> recent_;                            // units the running backwards needed last
   std::map<const void*, std::vector<Home*>> hooked_;  // nodes that tell when they are done
   int tasks_ = 0;                                     // backwards under way
-  int64_t gathers_ = 0;
 };
 
 }  // namespace plumb

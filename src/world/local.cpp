@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "world/arguments.h"
 #include "world/report.h"
 #include "world/sum.h"
 
@@ -110,18 +111,8 @@ bool agree(const LocalCall& a, const LocalCall& b) {
 }
 
 Reduction reduction_of(const LocalCall& call) {
-  switch (call.reduction) {
-    case c10d::ReduceOp::SUM:
-      return Reduction::sum;
-    case c10d::ReduceOp::AVG:
-      return Reduction::average;
-    case c10d::ReduceOp::MAX:
-      return Reduction::maximum;
-    case c10d::ReduceOp::MIN:
-      return Reduction::minimum;
-    default:
-      throw Error("the local backend reduces by sum, avg, max and min only");
-  }
+  if (const auto known = arguments::reduction_of(call.reduction)) return *known;
+  throw Error("the local backend reduces by sum, avg, max and min only");
 }
 
 char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "plumb/error.h"
+#include "world/arguments.h"
 #include "world/shm_ring.h"
 
 namespace plumb {
@@ -29,7 +30,7 @@ class ShmBackend final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override {
-    const at::Tensor tensor = one(tensors);
+    const at::Tensor tensor = check_.one(tensors);
     return start({.verb = Verb::all_reduce,
                   .reduction = reduction_of(opts.reduceOp, tensor),
                   .input = tensor,
@@ -42,7 +43,7 @@ class ShmBackend final : public c10d::Backend {
       throw Error(rank_,
                   "broadcast from rank " + std::to_string(opts.rootRank) + " in a group of " + std::to_string(size_));
     }
-    const at::Tensor tensor = one(tensors);
+    const at::Tensor tensor = check_.one(tensors);
     return start({.verb = Verb::broadcast,
                   .root = static_cast<int>(opts.rootRank),
                   .input = tensor,
@@ -52,7 +53,7 @@ class ShmBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& opts) override {
-    divide(input, output);
+    check_.divide(input, output);
     return start({.verb = Verb::reduce_scatter,
                   .reduction = reduction_of(opts.reduceOp, input),
                   .input = input,
@@ -62,7 +63,7 @@ class ShmBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions&) override {
-    divide(output, input);
+    check_.divide(output, input);
     return start({.verb = Verb::all_gather, .input = input, .output = output, .numel = input.numel()});
   }
 
@@ -76,8 +77,8 @@ class ShmBackend final : public c10d::Backend {
                   .input = input,
                   .output = output,
                   .numel = input.numel(),
-                  .input_splits = in_elements(input, input_splits),
-                  .output_splits = in_elements(output, output_splits)});
+                  .input_splits = check_.in_elements(input, input_splits),
+                  .output_splits = check_.in_elements(output, output_splits)});
   }
 
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override { return start({.verb = Verb::barrier}); }
@@ -85,32 +86,16 @@ class ShmBackend final : public c10d::Backend {
  private:
   c10::intrusive_ptr<Work> start(ShmCall call) {
     for (const at::Tensor* tensor : {&call.input, &call.output}) {
-      if (!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous())) continue;
-      throw Error(rank_, std::string("the shm backend takes contiguous CPU tensors; this one is on ") +
-                             tensor->device().str() + (tensor->is_contiguous() ? "" : " and not contiguous"));
+      if (tensor->defined()) check_.contiguous_on_cpu(*tensor);
     }
     return ring_->issue(std::move(call), timeout_);
   }
 
   // Refused here, before anybody waits for it.
   Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) const {
-    Reduction reduction{};
-    switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-      case c10d::ReduceOp::SUM:
-        reduction = Reduction::sum;
-        break;
-      case c10d::ReduceOp::AVG:
-        reduction = Reduction::average;
-        break;
-      case c10d::ReduceOp::MAX:
-        reduction = Reduction::maximum;
-        break;
-      case c10d::ReduceOp::MIN:
-        reduction = Reduction::minimum;
-        break;
-      default:
-        throw Error(rank_, "the shm backend reduces by sum, avg, max and min only");
-    }
+    const auto known = arguments::reduction_of(op);
+    if (!known) throw Error(rank_, "the shm backend reduces by sum, avg, max and min only");
+    const Reduction reduction = *known;
     if (!tensor.is_cpu()) return reduction;
     const void* in = nullptr;
     void* out = nullptr;
@@ -125,44 +110,7 @@ class ShmBackend final : public c10d::Backend {
     return reduction;
   }
 
-  at::Tensor one(const std::vector<at::Tensor>& tensors) const {
-    if (tensors.size() != 1) {
-      throw Error(rank_, "the shm backend takes one tensor per call, not " + std::to_string(tensors.size()));
-    }
-    return tensors[0];
-  }
-
-  void divide(const at::Tensor& full, const at::Tensor& shard) const {
-    if (full.numel() == shard.numel() * size_ && full.scalar_type() == shard.scalar_type()) return;
-    throw Error(rank_, "a full tensor of " + std::to_string(full.numel()) + " " + c10::toString(full.scalar_type()) +
-                           " does not hold " + std::to_string(size_) + " shards of " + std::to_string(shard.numel()) +
-                           " " + c10::toString(shard.scalar_type()));
-  }
-
-  std::vector<int64_t> in_elements(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
-    if (tensor.dim() == 0) throw Error(rank_, "all_to_all takes tensors with at least one dimension");
-    const int64_t rows = tensor.size(0);
-    if (splits.empty()) {
-      if (rows % size_ != 0) {
-        throw Error(rank_, "all_to_all: " + std::to_string(rows) + " rows do not divide by " + std::to_string(size_));
-      }
-      return std::vector<int64_t>(size_, tensor.numel() / size_);
-    }
-    const int64_t row = rows > 0 ? tensor.numel() / rows : 0;
-    int64_t total = 0;
-    bool positive = true;
-    std::vector<int64_t> result;
-    for (int64_t split : splits) {
-      positive = positive && split >= 0;
-      total += split;
-      result.push_back(split * row);
-    }
-    if (static_cast<int>(splits.size()) != size_ || total != rows || !positive) {
-      throw Error(rank_, "all_to_all: the splits do not add up to the " + std::to_string(rows) + " rows");
-    }
-    return result;
-  }
-
+  const arguments::Checker check_{"the shm backend", rank_, size_};
   const std::shared_ptr<ShmHeap> heap_;
   const std::shared_ptr<ShmRing> ring_;
   const std::chrono::milliseconds timeout_;
