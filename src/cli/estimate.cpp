@@ -34,7 +34,7 @@ std::vector<Flag> table_of(Question& q) {
       {"width", "Model", "N", "of the gpt: size of the residual stream", &s.width},
       {"context", "Model", "N", "of the gpt: longest sequence", &s.context},
       {"vocabulary", "Model", "N", "of the gpt: tokens (12: addition; 256: bytes)", &q.vocabulary},
-      {"dtype", "Model", "NAME", "f32, or bf16 (with f32 gradients and master weights); AdamW", &s.dtype},
+      {"dtype", "Model", "NAME", "f32; bf16 or f16 (with f32 sums and master weights); AdamW", &s.dtype},
       {"ranks", "World", "N", "ranks", &s.ranks},
       {"strategy", "World", "NAME", "ddp, zero1, zero2, zero3 or hsdp (otherwise: all of them)", &q.strategy},
       {"mesh", "World", "AXES", "replicate=R,shard=S: shards inside groups of S ranks", &s.mesh},
@@ -111,7 +111,7 @@ Plan plan_for(const Settings& s, int64_t ranks) {
   Plan plan;
   plan.row = strategy(s.strategy);
   plan.mesh = mesh_for(s.strategy, s.mesh, ranks);
-  plan.recipe = s.dtype == "bf16" ? kBfloat16 : kFloat32;
+  plan.recipe = s.dtype == "f32" ? kFloat32 : kHalf;
   plan.bucket_bytes = static_cast<int64_t>(s.bucket_mb * (1 << 20));
   plan.backwards = micro_batches(s, ranks);
   const bool each_time = plan.row.gradient == Placement::sharded && !s.hold_unsharded && !s.deterministic;

@@ -31,7 +31,7 @@ std::vector<Flag> flags(Settings& s) {
       {"context", "Model", "N", "longest sequence", &s.context},
       {"experts", "Model", "N", "experts per block (moe)", &s.experts},
       {"top-k", "Model", "N", "experts that each token goes to (moe)", &s.top_k},
-      {"dtype", "Model", "NAME", "f32, or bf16 (with f32 gradients and master weights)", &s.dtype},
+      {"dtype", "Model", "NAME", "f32; bf16 or f16 (f32 sums and master weights; f16 scales its loss)", &s.dtype},
       {"data", "Task", "FILE", "learn the bytes of this text file (otherwise: addition)", &s.data},
       {"digits", "Task", "N", "digits of each number to add", &s.digits},
       {"steps", "Training", "N", "optimizer steps", &s.steps},

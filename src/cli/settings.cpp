@@ -87,7 +87,7 @@ void check_sizes(const Settings& s) {
   std::vector<std::string> names;
   for (const auto& row : strategies()) names.push_back(row.name);
   one_of("strategy", s.strategy, names);
-  one_of("dtype", s.dtype, {"f32", "bf16"});
+  one_of("dtype", s.dtype, {"f32", "bf16", "f16"});
   above_zero("bucket-mb", s.bucket_mb);
   at_most("bucket-mb", s.bucket_mb, 1e6);
   read_mesh(s.mesh);

@@ -36,7 +36,8 @@ Options engine_options(const Settings& s) {
   options.virtual_ranks = static_cast<int>(s.virtual_ranks);
   options.bucket_bytes = std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20)));
   options.first_bucket_bytes = std::min(options.first_bucket_bytes, options.bucket_bytes);
-  if (s.dtype == "bf16") options.accumulate_dtype = at::kFloat;
+  if (s.dtype != "f32") options.accumulate_dtype = at::kFloat;
+  if (s.dtype == "f16") options.loss_scale.emplace();
   options.master_weights = true;
   // An infinite limit clips nothing, and the norm is still measured.
   options.clip_norm = s.clip > 0 ? s.clip : std::numeric_limits<double>::infinity();
@@ -130,7 +131,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                   .experts = s.model == "moe" ? s.experts : 0,
                                   .top_k = s.top_k},
                    static_cast<uint64_t>(s.seed));
-  model->to(device, s.dtype == "bf16" ? at::kBFloat16 : at::kFloat);
+  model->to(device, s.dtype == "bf16" ? at::kBFloat16 : s.dtype == "f16" ? at::kHalf : at::kFloat);
   Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
 
   const ModelShape shape = shape_of(*model);
@@ -153,7 +154,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     for (int64_t i = 0; i < micros; ++i) {
       const int64_t first = (world.rank() * micros + i) * micro;
       const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device));
-      const auto part = loss / static_cast<double>(micros);
+      const auto part = engine.scale(loss / static_cast<double>(micros));
       if (i + 1 < micros) {
         const auto quiet = engine.no_sync();
         part.backward();
@@ -170,7 +171,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     report::Step record;
     record.step = step + 1;
     record.loss = all.loss;
-    record.grad_norm = info.grad_norm.item<double>();
+    record.grad_norm = info.skipped ? std::numeric_limits<double>::infinity() : info.grad_norm.item<double>();
+    record.skipped = info.skipped;
     record.lr = info.lr;
     record.ms = seconds_since(start) * 1e3;
     record.tokens_per_s = static_cast<double>(s.batch * task.length()) / (record.ms / 1e3);

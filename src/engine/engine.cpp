@@ -251,6 +251,14 @@ StepInfo Engine::step() {
   const double factor = impl_->options.schedule.factor(info.step);
   info.lr = impl_->updater.lr() * factor;
   info.loss_scale = impl_->loss_scale;
+  if (impl_->options.loss_scale || (impl_->options.deterministic && impl_->options.clip_norm)) {
+    reducer.for_devices([&](c10::Device device) {
+      if (!capturing(device)) return;
+      throw Error(impl_->world.rank(), std::string("step() cannot be captured into a graph with ") +
+                                           (impl_->options.loss_scale ? "loss scaling" : "deterministic clipping") +
+                                           ": the host decides by numbers of the device");
+    });
+  }
   if (impl_->options.loss_scale) {
     info.skipped = !gradients_are_finite(reducer.buckets(), pieces, reducer.shard(),
                                          reducer.here(Where::Kind::step, "whether all gradients are finite"));

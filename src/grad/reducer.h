@@ -80,6 +80,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
   int64_t steps() const { return steps_; }
 
+  // For each device that holds parameters, but the CPU.
+  void for_devices(const std::function<void(c10::Device)>& call) const;
+
   Fault fault = Fault::none;  // for tests
 
  private:
@@ -135,7 +138,6 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void throw_if_failed_elsewhere(const std::vector<Facts>& all);
   void check_alive() const;
   // Once for each device of the buckets that has streams.
-  void for_devices(const std::function<void(c10::Device)>& call) const;
 
   World world_;
   Options options_;

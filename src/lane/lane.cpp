@@ -2,6 +2,11 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#ifdef PLUMB_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 #include <algorithm>
 
 namespace plumb {
@@ -10,6 +15,18 @@ namespace {
 using Guard = c10::impl::VirtualGuardImpl;
 
 c10::Stream current(c10::Device device) { return Guard(device.type()).getStream(device); }
+
+bool capturing(const c10::Stream& stream) {
+#ifdef PLUMB_CUDA
+  if (stream.device_type() != c10::DeviceType::CUDA) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status));
+  return status != cudaStreamCaptureStatusNone;
+#else
+  (void)stream;
+  return false;
+#endif
+}
 
 }  // namespace
 
@@ -26,8 +43,11 @@ void LaneSet::join(c10::Device device) {
   const c10::Stream stream = current(device);
   for (Lane& lane : lanes_) {
     if (lane.stream == stream) continue;
-    if (!lane.recorded) lane.event.record(lane.stream);
+    const bool captured = capturing(lane.stream);
+    if (!captured && capturing(stream)) continue;
+    if (!lane.recorded || lane.captured != captured) lane.event.record(lane.stream);
     lane.recorded = true;
+    lane.captured = captured;
     lane.event.block(stream);
   }
 }
@@ -37,7 +57,7 @@ void LaneSet::follow(c10::Device device) {
   const c10::Stream stream = current(device);
   c10::Event now(device.type());
   for (Lane& lane : lanes_) {
-    if (lane.stream == stream) continue;
+    if (lane.stream == stream || (capturing(stream) && !capturing(lane.stream))) continue;
     if (!now.was_marked_for_recording()) now.record(stream);
     now.block(lane.stream);
   }
@@ -66,6 +86,8 @@ void Lanes::keep(const c10::DataPtr& memory) const {
   parts_.keep(memory);
   all_.keep(memory);
 }
+
+bool capturing(c10::Device device) { return !device.is_cpu() && capturing(current(device)); }
 
 void keep_for_current(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return;

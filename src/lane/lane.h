@@ -6,6 +6,9 @@
 // not disturb it (producers of a bucket, readers of gathered parameters), or of all of it, alone (the reduction, the
 // update, the gather). A part waits for the last use of all of it; a use of all waits for everybody. Waiting is between
 // streams: the host never blocks.
+//
+// While a graph is captured, lanes that take part in it wait for each other inside the graph. What ran before on a lane
+// that does not take part has ended: whoever captures, or replays, sees to that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +40,7 @@ class LaneSet {
     c10::Stream stream;
     c10::Event event;
     bool recorded = false;
+    bool captured = false;  // the event is a graph's
   };
   std::vector<Lane> lanes_;
 };
@@ -68,6 +72,9 @@ class Alone {
   Lanes& lanes_;
   c10::Device device_;
 };
+
+// Whether what the current stream of `device` is given is captured into a graph instead of run.
+bool capturing(c10::Device device);
 
 // The current stream has just been given work on this tensor, which is somebody else's (autograd's, the user's) or was
 // made under another stream: if it is freed before that work ran, its memory stays until then.

@@ -22,8 +22,8 @@ struct Recipe {
   int64_t gradient = 4;  // of its sum, which is also what travels
   int64_t state = 8;     // of the optimizer, master weights included
 };
-inline constexpr Recipe kFloat32{4, 4, 8};    // AdamW's two moments
-inline constexpr Recipe kBfloat16{2, 4, 12};  // gradients summed in f32; f32 master weights
+inline constexpr Recipe kFloat32{4, 4, 8};  // AdamW's two moments
+inline constexpr Recipe kHalf{2, 4, 12};    // bf16 or f16: gradients summed in f32; f32 master weights
 
 struct Plan {
   Strategy row;

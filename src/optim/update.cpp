@@ -23,7 +23,7 @@ bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == a
 }  // namespace
 
 Updater::Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters)
-    : optimizer_(std::move(optimizer)), groups_(options.groups), master_weights_(options.master_weights) {
+    : rank_(rank), optimizer_(std::move(optimizer)), groups_(options.groups), master_weights_(options.master_weights) {
   check(rank, lr() >= 0.0, "the learning rate is " + std::to_string(lr()) + "; it must not be negative");
   if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
     check(rank, adam->beta1 >= 0 && adam->beta1 < 1 && adam->beta2 >= 0 && adam->beta2 < 1,
@@ -84,11 +84,15 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   if (bucket.parameter.defined() && flats.parameter.is_same(bucket.parameter)) return flats;
 
   const at::Tensor& like = bucket.sinks[0]->parameter;
+  check(rank_, !capturing(like.device()),
+        "step() is captured into a graph before the memory of its parameters is laid out, beginning with '" +
+            bucket.sinks[0]->name + "'; run a step with the same gradients first, on the same stream");
   const int64_t length = bucket.updated.size();
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
   const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
   // What lies elsewhere now is read here, and then freed.
-  for (const at::Tensor& old : {flats.parameter, flats.weight, flats.first, flats.second}) keep_for_current(old);
+  for (const at::Tensor& old : {flats.parameter, flats.weight, flats.first, flats.second, flats.counts})
+    keep_for_current(old);
   flats.master = master_weights_ && is_half(like.scalar_type());
   if (!bucket.parameter.defined()) bucket.parameter = at::zeros({bucket.held.size()}, options);
   flats.parameter = bucket.parameter;
@@ -98,14 +102,18 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   const auto* sgd = std::get_if<SGD>(&optimizer_);
   if (adam || (sgd != nullptr && sgd->momentum != 0)) flats.first = at::zeros({length}, state_options);
   if (adam) flats.second = at::zeros({length}, state_options);
+  const auto members = static_cast<int64_t>(bucket.sinks.size());
+  if (adam && !like.is_cpu()) flats.counts = at::zeros({members}, options.dtype(at::kFloat));
 
-  for (Sink* sink : bucket.sinks) {
+  for (int64_t i = 0; i < members; ++i) {
+    Sink* sink = bucket.sinks[i];
     if (states_.size() <= static_cast<size_t>(sink->index)) states_.resize(sink->index + 1);
     State& state = states_[sink->index];
     const State old = state;
     state.weight = place(flats.weight, bucket.updated, *sink);
     state.first = place(flats.first, bucket.updated, *sink);
     state.second = place(flats.second, bucket.updated, *sink);
+    if (flats.counts.defined()) state.count = flats.counts.select(0, i);
 
     const bool whole = bucket.held.size() == bucket.numel;
     state.home = whole ? view_in(flats.parameter, sink->slot.offset, sink->parameter) : at::Tensor();
@@ -113,6 +121,7 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     if (old.weight.defined()) state.weight.copy_(old.weight);
     if (old.first.defined()) state.first.copy_(old.first);
     if (old.second.defined()) state.second.copy_(old.second);
+    if (old.count.defined()) state.count.copy_(old.count);
     follow_user(bucket, *sink, flats);
   }
   return flats;
@@ -125,6 +134,10 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
   at::Tensor parameter = sink.parameter;
   const bool away = state.home.defined() && parameter.const_data_ptr() != state.home.const_data_ptr();
   if (!away && parameter._version() == state.version) return;
+  check(rank_, !capturing(parameter.device()) || !(away || flats.master),
+        "parameter '" + sink.name +
+            "' was changed since the last step, and step() is captured into a graph, which would "
+            "copy it back at every replay; run a step first");
   if (away) {
     state.home.copy_(parameter);
     keep_for_current(parameter);
@@ -142,12 +155,18 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
   at::NoGradGuard no_grad;
   const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
   std::vector<Pending> gathers;
+  const bool captured = !buckets.empty() && capturing(buckets.front().device());
+  if (captured) ++captures_;
   for (Bucket& bucket : buckets) {
     if (updates && bucket.has_gradient()) {
       Flats& flats = flats_of(bucket);
       for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
+      count(bucket, flats);
       const auto alike = [&](const Sink& a, const Sink& b) {
-        return states_[a.index].steps == states_[b.index].steps && (groups_.empty() || values_of(a) == values_of(b));
+        const State& one = states_[a.index];
+        const State& other = states_[b.index];
+        return one.steps == other.steps && one.graphs == other.graphs &&
+               (groups_.empty() || values_of(a) == values_of(b));
       };
       for (const Run& run : runs_of(bucket, bucket.updated, alike)) update(bucket, flats, run, factor);
       if (bucket.updated.size() < bucket.held.size()) {
@@ -160,13 +179,26 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
       if (fault != Fault::consume_never) ledger.consumed(sink->index);
       if (fault == Fault::consume_twice) ledger.consumed(sink->index);
       if (!updates) continue;
-      ++states_[sink->index].steps;
+      State& state = states_[sink->index];
+      ++state.steps;
+      if (captured) state.graphs = state.graphs * 1'000'003 + captures_;
       // The kernel wrote through the flat tensor; graphs that saved this parameter must learn that it changed.
       sink->parameter.unsafeGetTensorImpl()->bump_version();
-      states_[sink->index].version = sink->parameter._version();
+      state.version = sink->parameter._version();
     }
   }
   for (Pending& gather : gathers) gather.wait(where);
+}
+
+// One more update of every member that has a gradient.
+void Updater::count(const Bucket& bucket, const Flats& flats) {
+  if (!flats.counts.defined()) return;
+  const auto active = [&](int64_t i) { return bucket.sinks[i]->grad().defined(); };
+  const auto members = static_cast<int64_t>(bucket.sinks.size());
+  for (int64_t begin = 0, end = 0; begin < members; begin = end + 1) {
+    for (end = begin; end < members && active(end);) ++end;
+    if (end > begin) flats.counts.narrow(0, begin, end - begin).add_(1);
+  }
 }
 
 void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
@@ -178,11 +210,15 @@ void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, d
   const at::Tensor gradient = part(bucket.gradient, bucket.kept, run).to(weight.scalar_type());
   const double lr = values.lr * factor;
   if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
-    const at::Tensor count = at::full({}, steps + 1, weight.options().dtype(at::kFloat));
+    const at::Tensor& known = states_[run.first->index].count;
+    const at::Tensor count = known.defined() ? known : at::full({}, steps + 1, weight.options().dtype(at::kFloat));
     at::_fused_adamw_({weight}, {gradient}, {part(flats.first, bucket.updated, run)},
                       {part(flats.second, bucket.updated, run)}, {}, {count}, lr, adam->beta1, adam->beta2,
                       values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
   } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
+    check(rank_, steps > 0 || sgd->momentum == 0 || !capturing(weight.device()),
+          "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
+              "', which begins its momentum; run a step with it first");
     std::vector<at::Tensor> momentum;
     if (flats.first.defined()) momentum.push_back(part(flats.first, bucket.updated, run));
     at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,

@@ -36,20 +36,26 @@ class Updater {
     at::Tensor home;  // where a whole parameter lies, in its shape
     at::Tensor weight, first, second;
     int64_t steps = 0;
+    at::Tensor count;      // the same number on a device, where a captured step counts on
+    uint64_t graphs = 0;   // tells the captured steps that count it
     uint32_t version = 0;  // of the parameter, after our last update
   };
   // The flat tensors of one bucket: `held` of the parameters, `updated` of the rest. `weight` is what the optimizer
   // updates: the parameters, or their f32 masters.
   struct Flats {
     at::Tensor parameter, weight, first, second;
+    at::Tensor counts;  // of the members
     bool master = false;
   };
 
   Flats& flats_of(Bucket& bucket);
   void follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats);
   Values values_of(const Sink& sink) const;
+  void count(const Bucket& bucket, const Flats& flats);
   void update(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
 
+  int rank_;
+  uint64_t captures_ = 0;  // steps that were captured
   Optimizer optimizer_;
   std::vector<ParameterGroup> groups_;
   bool master_weights_;

@@ -28,6 +28,7 @@ nlohmann::ordered_json to_json(const Step& s) {
                                  {"ms", s.ms},
                                  {"tokens_per_s", s.tokens_per_s},
                                  {"rss_bytes", s.rss_bytes}};
+  if (s.skipped) json["skipped"] = true;
   if (s.accuracy) json["accuracy"] = *s.accuracy;
   return json;
 }
@@ -38,6 +39,7 @@ std::string line(const Step& s, int64_t steps) {
   std::string text = format("step %*lld/%lld  loss %.5f  norm %7.4f  %7.1f ms  %s tokens/s  %s", width,
                             static_cast<long long>(s.step), static_cast<long long>(steps), s.loss, s.grad_norm, s.ms,
                             human_count(std::llround(s.tokens_per_s)).c_str(), human_bytes(memory).c_str());
+  if (s.skipped) text += "  skipped: the loss scale was too large";
   if (s.accuracy) text += format("  accuracy %.1f %%", 100.0 * *s.accuracy);
   return text;
 }

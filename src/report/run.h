@@ -13,7 +13,8 @@ namespace plumb::report {
 struct Step {
   int64_t step = 0;        // from 1
   double loss = 0.0;       // mean over the global batch
-  double grad_norm = 0.0;  // before clipping
+  double grad_norm = 0.0;  // before clipping; infinite if the step was skipped
+  bool skipped = false;    // a gradient was not finite, and nothing was updated
   double lr = 0.0;
   double ms = 0.0;
   double tokens_per_s = 0.0;

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <array>
 
 #include "grad/node.h"
 #include "plumb/error.h"
@@ -111,6 +112,42 @@ void Units::settle_in(Home& home) {
   release(home);
 }
 
+void Units::use(Home& home) {
+  if (home.full && !home.ahead) return;
+  if (home.peers.empty()) return use_together(home);
+  gather(home);
+}
+
+// By a collective, which needs all ranks to use the same unit; reading in place does not. What everybody expects to use
+// next is gathered ahead.
+void Units::use_together(Home& home) {
+  const std::string& name = home.bucket->sinks[0]->name;
+  const Where where = reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + name + "'");
+  const std::array<int64_t, 2> mine{home.bucket->index, order_.after(home.bucket->index)};
+  bool agreed = mine[1] >= 0;
+  for (const auto& other : reducer_.gathers().shard_control.exchange(mine, where)) {
+    agreed = agreed && other[1] == mine[1];
+    if (other[0] == mine[0]) continue;
+    const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
+    throw Error(reducer_.world().rank(),
+                "this rank gathers the parameters beside '" + name + "' while another gathers those beside '" +
+                    theirs.sinks[0]->name +
+                    "'; this backend can only gather what every rank uses, in the same order: use the same units on "
+                    "every rank, or ranks of one machine, which read each other's memory (backend shm)");
+  }
+  if (!home.full) gather(home);
+  home.ahead = false;
+  release_ahead();
+  const auto next =
+      std::find_if(homes_.begin(), homes_.end(), [&](const Home& other) { return other.bucket->index == mine[1]; });
+  if (agreed && next != homes_.end() && !next->full) {
+    gather(*next);
+    next->ahead = true;
+  }
+  receive(home);
+}
+
+// Begins it; a collective ends in receive().
 void Units::gather(Home& home) {
   at::NoGradGuard no_grad;
   const Alone alone(home.lanes, home.whole.device());
@@ -119,32 +156,26 @@ void Units::gather(Home& home) {
   fill_storage(storage, bytes);
   home.full = true;
   home.complete = false;
-  const int64_t part = home.bucket->held.size();
   if (home.peers.empty()) {
-    const std::string& name = home.bucket->sinks[0]->name;
-    const Where where = reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + name + "'");
-    Group& shard = reducer_.gathers().shard;
-    // A collective needs all ranks to gather the same unit; reading in place does not.
-    const int64_t mine = home.bucket->index;
-    for (const auto& other : reducer_.gathers().shard_control.exchange(std::span(&mine, 1), where)) {
-      if (other[0] == mine) continue;
-      const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
-      throw Error(reducer_.world().rank(),
-                  "this rank gathers the parameters beside '" + name + "' while another gathers those beside '" +
-                      theirs.sinks[0]->name +
-                      "'; this backend can only gather what every rank uses, in the same order: use the same units on "
-                      "every rank, or ranks of one machine, which read each other's memory (backend shm)");
-    }
-    shard.all_gather(home.whole, home.bucket->parameter).wait(where);
+    home.arriving = reducer_.gathers().shard.all_gather(home.whole, home.bucket->parameter);
     return;
   }
+  const int64_t part = home.bucket->held.size();
   for (size_t r = 0; r < home.peers.size(); ++r) {
     home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
   }
 }
 
+void Units::receive(Home& home) {
+  const Alone alone(home.lanes, home.whole.device());
+  home.arriving.wait(
+      reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + home.bucket->sinks[0]->name + "'"));
+}
+
 void Units::release(Home& home) {
   if (!home.full) return;
+  if (home.ahead) receive(home);
+  home.ahead = false;
   home.lanes.keep(home.whole.storage().data_ptr());  // the readers' kernels may still run
   empty_storage(*home.whole.storage().unsafeGetStorageImpl(),
                 "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
@@ -155,9 +186,16 @@ void Units::release(Home& home) {
 }
 
 void Units::release_if_idle(Home& home) {
-  if (!home.full || home.holds > 0 || !home.readers.empty()) return;
+  if (!home.full || home.ahead || home.holds > 0 || !home.readers.empty()) return;
   const bool recent = std::find(recent_.begin(), recent_.end(), home.bucket->unit) != recent_.end();
   if (home.complete || !recent) release(home);
+}
+
+// What nobody came to use after all.
+void Units::release_ahead() {
+  for (Home& home : homes_) {
+    if (home.ahead) release(home);
+  }
 }
 
 // ---- scopes
@@ -170,7 +208,7 @@ void Units::hold(const std::vector<Home*>& homes) {
     for (Home* home : homes) {
       ++home->holds;
       held.push_back(home);
-      if (!home->full) gather(*home);
+      use(*home);
       home->lanes.begin_part(home->whole.device());
     }
   } catch (...) {
@@ -239,6 +277,7 @@ void Units::begin_update() {
     release(home);
     home.lanes.begin_all(home.whole.device());
   }
+  order_.restart();
 }
 
 // Nobody reads a shard that another rank has not finished.
@@ -284,7 +323,7 @@ void Units::need_storage(const c10::StorageImpl* storage) {
 }
 
 void Units::need(Home& home) {
-  if (!home.full) gather(home);
+  use(home);
   home.lanes.begin_part(home.whole.device());
   home.lanes.end_part(home.whole.device());  // also where nobody tells when it is done
   if (torch::autograd::get_current_graph_task_id() < 0)
@@ -330,6 +369,7 @@ void Units::backward_ended(std::exception_ptr) {
   if (--tasks_ > 0) return;
   tasks_ = 0;
   recent_.clear();
+  release_ahead();
   for (Home& home : homes_) {
     home.readers.clear();  // a node that threw never said that it was done
     home.complete = false;

@@ -9,7 +9,6 @@
 
 #include <torch/csrc/autograd/function.h>
 
-#include <array>
 #include <deque>
 #include <map>
 #include <memory>
@@ -23,6 +22,7 @@
 #include "grad/bucket.h"
 #include "grad/reducer.h"
 #include "unit/door.h"
+#include "unit/order.h"
 
 namespace plumb {
 
@@ -74,12 +74,18 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
     bool full = false;
     bool complete = false;  // its last gradient of this pass has come
+    bool ahead = false;     // gathered, or on its way, before anybody asked
+    Pending arriving{};     // the collective that fills it
   };
   struct ReaderHook;
 
   void settle_in(Home& home);
+  void use(Home& home);  // it is whole for the current stream
+  void use_together(Home& home);
   void gather(Home& home);
+  void receive(Home& home);
   void release(Home& home);
+  void release_ahead();
   void release_if_idle(Home& home);
   void need(Home& home);
   void touch(int unit);
@@ -96,6 +102,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<Home> homes_;
   std::vector<std::vector<Home*>> homes_of_unit_;
   std::unordered_map<const c10::StorageImpl*, Home*> homes_of_;
+  Order order_;                                       // of gathers by collectives
   std::deque<int> recent_;                            // units the running backwards needed last
   std::map<const void*, std::vector<Home*>> hooked_;  // nodes that tell when they are done
   int tasks_ = 0;                                     // backwards under way

@@ -156,7 +156,15 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
     return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(out, in); });
   }
   at::Tensor parts = at::empty_like(in);
-  auto sum = [out, parts, size = size()] {
+  auto sum = [out, parts, size = size()]() mutable {
+    if (!out.is_cpu()) {
+      const at::Tensor rows = parts.view({size, -1});
+      const auto wide = c10::promoteTypes(out.scalar_type(), at::kFloat);
+      at::Tensor total = rows[0].to(out.is_floating_point() ? wide : out.scalar_type(), /*non_blocking=*/true, true);
+      for (int r = 1; r < size; ++r) total.add_(rows[r]);
+      out.copy_(total);
+      return;
+    }
     const int64_t stride = out.numel() * out.element_size();
     std::vector<const void*> inputs;
     for (int r = 0; r < size; ++r) inputs.push_back(static_cast<const char*>(parts.data_ptr()) + r * stride);

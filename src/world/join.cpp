@@ -235,44 +235,45 @@ World World::join(const WorldOptions& options) {
         std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
                                 make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
     const std::string agreed = agree_on_backend(*impl->store, place, asked);
-    std::shared_ptr<ShmHeap> heap;  // where the host's messages travel too when the gradients are on a device
+    // Where there is one, the host's messages travel there, whatever carries the gradients.
     std::string why_not;
-    if (agreed != "gloo") heap = ShmHeap::meet(*impl->store, place.rank, place.size, why_not);
+    const std::shared_ptr<ShmHeap> heap = ShmHeap::meet(*impl->store, place.rank, place.size, why_not);
     if (!heap && agreed == "shm") {
       throw Error(place.rank, "backend 'shm' is for processes that share a machine's memory, and " + why_not +
                                   "; choose 'gloo', or none to have it chosen");
     }
     impl->backend = agreed.empty() ? (heap ? "shm" : "gloo") : agreed;
-    const std::string address = heap ? "" : choose_address(*impl->store, place);
-    impl->another = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
+    const bool gloo = impl->backend == "gloo" || !heap;  // somewhere
+    const std::string address = gloo ? choose_address(*impl->store, place) : "";
+    impl->another = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch,
                      store = impl->store](int number) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
       c10::intrusive_ptr<c10d::Backend> data;
       c10::intrusive_ptr<c10d::Backend> control;
-      if (heap) {
-        control = make_shm_backend(heap, *keys, 2 * number, timeout);
-        if (!nccl) data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
-      } else {
-        const auto gloo = make_gloo(keys, place.rank, place.size, timeout, address, nccl ? 1 : 2);
-        control = gloo.front();
-        data = gloo.back();
+      if (heap) control = make_shm_backend(heap, *keys, 2 * number, timeout);
+      if (gloo) {
+        const int count = (heap ? 0 : 1) + (backend == "gloo" ? 1 : 0);
+        const auto groups = make_gloo(keys, place.rank, place.size, timeout, address, count);
+        if (!heap) control = groups.front();
+        data = groups.back();
       }
-      if (nccl) {
+      if (backend == "shm") data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
+      if (backend == "nccl") {
         data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
                          timeout);
       }
       Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
-      if (!heap) pair.data->meet = meeting(keys, place.rank, place.size);
+      if (backend == "gloo") pair.data->meet = meeting(keys, place.rank, place.size);
       return pair;
     };
-    impl->part = [=, nccl = impl->backend == "nccl", timeout = options.timeout, watch = impl->watch,
-                  store = impl->store](const std::string& name, const std::vector<int>& members, int rank, int index) {
+    impl->part = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch, store = impl->store](
+                     const std::string& name, const std::vector<int>& members, int rank, int index) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
       const int size = static_cast<int>(members.size());
-      if (nccl && index == data_index) {
+      if (backend == "nccl" && index == data_index) {
         return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index);
       }
-      if (!heap) {
+      if (!heap || (backend == "gloo" && index == data_index)) {
         auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index);
         group->meet = meeting(keys, rank, size);
         return group;

@@ -18,6 +18,7 @@
 #include <bit>
 #include <cerrno>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <random>
@@ -151,7 +152,10 @@ std::string ShmHeap::attach(int other, const std::string& record) {
 
 std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, std::string& why_not) {
   std::shared_ptr<ShmHeap> heap(new ShmHeap(rank, size));
-  std::string record = heap->make_own();
+  const char* wanted = std::getenv("PLUMB_SHM");
+  const bool refused = wanted != nullptr && std::string(wanted) == "0";
+  std::string record = refused ? "" : heap->make_own();
+  if (refused) record = "PLUMB_SHM=0 forbids it";
   if (record.empty()) record = "cannot make shared memory: " + reason();
   store.set(record_key(rank), record);
   std::string verdict = heap->segments_[rank] ? "" : record;

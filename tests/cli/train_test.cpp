@@ -135,6 +135,17 @@ TEST(Train, TakesSettingsFromAFileAndFlagsWin) {
   EXPECT_EQ(result.last()["settings"]["lr"], 0.5);
 }
 
+// The scale begins too large for this model: some steps are skipped, by both ranks, and then it learns.
+TEST(Train, RunsInFloat16WithALossScale) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    const Result result =
+        run(json({"--dtype", "f16", "--ranks", "2", "--steps", "30", "--lr", "0.01", "--strategy", strategy}));
+    ASSERT_EQ(result.code, 0) << result.err;
+    EXPECT_EQ(result.last()["dtype"], "f16");
+    EXPECT_LT(result.losses().back(), 0.9 * result.losses().front()) << strategy;
+  }
+}
+
 TEST(Train, RunsInBfloat16) {
   const Result result = run(json({"--dtype", "bf16", "--ranks", "2", "--steps", "20", "--lr", "0.01"}));
   ASSERT_EQ(result.code, 0) << result.err;

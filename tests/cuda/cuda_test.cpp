@@ -8,6 +8,7 @@
 #ifdef PLUMB_CUDA
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -87,6 +88,96 @@ TEST_F(Cuda, StreamsThatFillOneBucketAreAllWaitedFor) {
     }
     for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(results[0][i].equal(results[1][i])) << i << slow;
   }
+}
+
+// Captured once, replayed often: the bits of steps that were run one by one.
+TEST_F(Cuda, ACapturedStepIsReplayed) {
+  constexpr int warm = 3, replays = 6;
+  struct Case {
+    Optimizer optimizer;
+    bool streams;
+  };
+  for (const Strategy& row : strategies()) {
+    for (const Case& one : {Case{AdamW{.lr = 0.01}, false}, Case{SGD{.lr = 0.1, .momentum = 0.9}, false},
+                            Case{AdamW{.lr = 0.01}, true}}) {
+      std::vector<at::Tensor> results[2];
+      for (const bool captures : {false, true}) {
+        torch::manual_seed(3);
+        auto net = std::make_shared<scenarios::Net>();
+        net->to(at::kCUDA);
+        Engine engine(World(), *net, one.optimizer, {.strategy = row.name, .clip_norm = 0.5});
+        const auto home = at::cuda::getStreamFromPool();
+        const auto side = at::cuda::getStreamFromPool();
+        c10::cuda::CUDAStreamGuard guard(home);
+        at::Tensor x = at::zeros({4, 6}, at::kCUDA);
+        auto step = [&] {
+          const auto h = net->trunk(x);
+          const auto left = net->left->forward(h).pow(2).mean();
+          at::Tensor right;
+          if (one.streams) {
+            at::cuda::CUDAEvent begun, ended;
+            begun.record(home);
+            begun.block(side);
+            {
+              c10::cuda::CUDAStreamGuard on(side);
+              right = net->right->forward(h * 2).sin().mean();
+            }
+            ended.record(side);
+            ended.block(home);
+          } else {
+            right = net->right->forward(h * 2).sin().mean();
+          }
+          (left + right).backward();
+          engine.step();
+          engine.zero_grad();
+        };
+        at::cuda::CUDAGraph graph;
+        for (int i = 0; i < warm + replays; ++i) {
+          auto generator = at::detail::createCPUGenerator(i);
+          const auto batch = at::randn({4, 6}, generator);
+          if (captures && i == warm) {
+            c10::cuda::device_synchronize();
+            graph.capture_begin();
+            step();
+            graph.capture_end();
+          }
+          x.copy_(batch);
+          if (captures && i >= warm) {
+            graph.replay();
+          } else {
+            step();
+          }
+        }
+        // And on without the graph.
+        step();
+        for (const auto& p : net->parameters()) results[captures].push_back(p.detach().cpu());
+      }
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        EXPECT_TRUE(results[0][i].equal(results[1][i]))
+            << row.name << ", parameter " << i << ", streams " << one.streams;
+      }
+    }
+  }
+}
+
+TEST_F(Cuda, AFirstStepIsNotCaptured) {
+  scenarios::Net net;
+  net.to(at::kCUDA);
+  Engine engine(World(), net, AdamW{.lr = 0.01});
+  c10::cuda::CUDAStreamGuard guard(at::cuda::getStreamFromPool());
+  const auto x = torch::randn({4, 6}, at::kCUDA);
+  net.loss(x).backward();
+  c10::cuda::device_synchronize();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  std::string said;
+  try {
+    engine.step();
+  } catch (const Error& error) {
+    said = error.what();
+  }
+  graph.capture_end();
+  EXPECT_NE(said.find("run a step with the same gradients first"), std::string::npos) << said;
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ rc::Gen<Case> cases() {
     const auto count = *rc::gen::inRange(1, 20);
     for (int i = 0; i < count; ++i) c.model.units.push_back(48 * *rc::gen::inRange<int64_t>(1, 100'000));
     c.model.largest = *std::max_element(c.model.units.begin(), c.model.units.end());
-    c.recipe = *rc::gen::element(kFloat32, kBfloat16);
+    c.recipe = *rc::gen::element(kFloat32, kHalf);
     return c;
   });
 }
@@ -128,7 +128,7 @@ TEST(Estimate, SevenBillionParametersOnEightRanks) {
   Plan plan;
   plan.row = strategy("zero3");
   plan.mesh = mesh_of(plan.row, {}, 8);
-  plan.recipe = kBfloat16;
+  plan.recipe = kHalf;
   const Estimate e = estimate(model, plan);
   EXPECT_EQ(e.parameters, 1'750'000'000);
   EXPECT_EQ(e.gradients, 3'500'000'000);

@@ -1,0 +1,34 @@
+// The order in which a step gathers units, as the step before it did: what to gather ahead.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+namespace plumb {
+
+class Order {
+ public:
+  // `home` is used now; the one that was used after it last time, or -1.
+  int after(int home) {
+    now_.push_back(home);
+    auto here = last_.begin() + static_cast<ptrdiff_t>(std::min(at_, last_.size()));
+    here = std::find(here, last_.end(), home);
+    if (here == last_.end()) here = std::find(last_.begin(), last_.end(), home);
+    if (here == last_.end()) return -1;
+    at_ = static_cast<size_t>(here - last_.begin()) + 1;
+    return at_ < last_.size() ? last_[at_] : -1;
+  }
+
+  // A step has ended.
+  void restart() {
+    if (!now_.empty()) last_ = std::move(now_);
+    now_.clear();
+    at_ = 0;
+  }
+
+ private:
+  std::vector<int> last_, now_;
+  size_t at_ = 0;
+};
+
+}  // namespace plumb
