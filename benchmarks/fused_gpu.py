@@ -29,22 +29,26 @@ def load(path):
     return call
 
 
-def milliseconds(work, repeats=20, rest=0.0):
-    """The median. The host runs ahead, so that its own time stays out. `rest`: seconds of idleness before each, so that
-    the power limit of the card does not decide; then a delay on the device hides the host."""
-    for _ in range(3):
-        work()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        if rest:
+def milliseconds(ways, rounds=6, repeats=5, rest=0.0):
+    """The median of each way, by name. They take turns, so that none always runs on a card that another has heated up. The
+    host runs ahead, so that its own time stays out. `rest`: seconds of idleness before each, so that the power limit of
+    the card does not decide; then a delay on the device hides the host."""
+    events = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, work in ways.items():
+            for i in range(repeats + 2):
+                if rest:
+                    torch.cuda.synchronize()
+                    time.sleep(rest)
+                    torch.cuda._sleep(400_000)  # cycles: longer than the host takes to enqueue
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                work()
+                end.record()
+                if i >= 2:
+                    events[name].append((start, end))
             torch.cuda.synchronize()
-            time.sleep(rest)
-            torch.cuda._sleep(400_000)  # cycles: longer than the host takes to enqueue
-        start.record()
-        work()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    return {name: statistics.median(s.elapsed_time(e) for s, e in pairs) for name, pairs in events.items()}
 
 
 def check(kernel, variants):
@@ -116,30 +120,33 @@ def grouped(kernel, variants, groups, rows, out, width, ragged=False):
 
     print(f"\n{groups} experts, {rows} tokens{' (ragged)' if ragged else ''}, weight {out} x {width}"
           f"{'back to back':>25}{'with rests':>20}")
-    ways = [("_grouped_mm + f32 add", unfused), ("a loop of addmm into f32", loop)]
+    ways = {"_grouped_mm + f32 add": unfused, "a loop of addmm into f32": loop}
     for variant in variants:
-        ways.append(("fused" + (f", variant {variant}" if variant >= 0 else ""),
-                     lambda variant=variant: kernel(dy, x, ends, parts, True, variant)))
-    ways.append(("fused, overwriting", lambda: kernel(dy, x, ends, parts, False)))
-    base = None
-    for name, work in ways:
-        times = [milliseconds(work), milliseconds(work, rest=0.005)]
-        base = base or times
-        print(f"  {name:34} " + "   ".join(f"{t:7.3f} ms {b / t:5.2f} x" for t, b in zip(times, base)))
+        ways["fused" + (f", variant {variant}" if variant >= 0 else "")] = (
+            lambda variant=variant: kernel(dy, x, ends, parts, True, variant))
+    ways["fused, overwriting"] = lambda: kernel(dy, x, ends, parts, False)
+    measured = [milliseconds(ways), milliseconds(ways, rest=0.005)]
+    for name in ways:
+        print(f"  {name:34} " + "   ".join(f"{m[name]:7.3f} ms {m['_grouped_mm + f32 add'] / m[name]:5.2f} x" for m in measured))
 
 
-def linear(rows, out, width):
+def linear(kernel, rows, out, width):
     dy = torch.randn(rows, out, device="cuda").bfloat16()
     x = torch.randn(rows, width, device="cuda").bfloat16()
     sums = torch.zeros(out, width, device="cuda")
+    ends = torch.tensor([rows], dtype=torch.int32, device="cuda")
     bare_out = torch.empty(out, width, device="cuda")
+    ways = {
+        "mm + add": lambda: sums.add_(dy.t() @ x),  # the product is rounded to bf16
+        "mm to f32 + add": lambda: sums.add_(torch.mm(dy.t(), x, out_dtype=torch.float32)),
+        "fused": lambda: torch.addmm(sums, dy.t(), x, out_dtype=torch.float32, out=sums),
+        "the grouped kernel": lambda: kernel(dy, x, ends, [sums], True),
+        "bare GEMM to f32": lambda: torch.mm(dy.t(), x, out_dtype=torch.float32, out=bare_out),
+    }
     for rest in (0.0, 0.005):
-        base = milliseconds(lambda: sums.add_(dy.t() @ x), rest=rest)
-        fused = milliseconds(lambda: torch.addmm(sums, dy.t(), x, out_dtype=torch.float32, out=sums), rest=rest)
-        bare = milliseconds(lambda: torch.mm(dy.t(), x, out_dtype=torch.float32, out=bare_out), rest=rest)
-        print(f"  {rows:6} tokens, {out:5} x {width:5}, {'with rests' if rest else 'back to back'}: mm + add {base:.3f} ms, "
-              f"fused {fused:.3f} ms ({base / fused:.2f} x), bare GEMM with f32 output {bare:.3f} ms "
-              f"({fused / bare:.3f} of it)")
+        m = milliseconds(ways, rest=rest)
+        print(f"  {rows:6} tokens, {out:5} x {width:5}, {'with rests' if rest else 'back to back'}: " + ", ".join(
+            f"{name} {t:.3f} ms ({t / m['fused']:.2f} of fused)" for name, t in m.items()))
 
 
 def main():
@@ -157,7 +164,7 @@ def main():
     grouped(kernel, arguments.variants, 8, 16384, 14336, 4096, ragged=True)
     print("\nLinear")
     for size in [(8192, 1024, 4096), (8192, 4096, 4096), (8192, 4096, 14336)]:
-        linear(*size)
+        linear(kernel, *size)
     return 1 if bad else 0
 
 

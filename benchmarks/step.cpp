@@ -4,11 +4,13 @@
 // JSON that each prints:
 //
 //   bench_step --model gpt|tiny --device cpu|cuda --backend shm|gloo|nccl --variants plain,plain-fused,plumb,plumb-noledger,plumb-zero1,…
-//              --rounds N --steps N --warmup N
+//              --rounds N --steps N --warmup N [--trace FILE] [--width N --layers N --context N of gpt]
 //
+// --trace records three steps of the last variant after all timing, as torch's profiler writes it; trace.py reads it.
 // plain steps neither communicate nor wait for the other ranks, but those run at the same time.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <plumb/plumb.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/torch.h>
 
 #include <signal.h>
@@ -18,6 +20,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -34,9 +37,10 @@ constexpr int64_t kUntimed = 2;  // steps at the start of a block: they find the
 constexpr plumb::AdamW kAdamW{.lr = 3e-4};
 
 struct Settings {
-  std::string model = "gpt", device = "cpu", backend;
+  std::string model = "gpt", device = "cpu", backend, trace;
   std::vector<std::string> variants = {"plain", "plain-fused", "plumb", "plumb-noledger"};
   int64_t rounds = 20, steps = 10, warmup = 10;
+  int64_t width = 320, layers = 4, context = 64;  // of gpt
 };
 
 // What a variant trains: the same initial values for every variant and rank, other batches on every rank.
@@ -45,9 +49,13 @@ struct Model {
   std::function<at::Tensor(int64_t step)> loss;
 };
 
-// 53 tensors, 5.3 M parameters; 512 tokens per rank and step.
-Model make_gpt(at::Device device, int rank) {
-  const plumb::model::GptSize size{.layers = 4, .heads = 5, .width = 320, .context = 64, .vocabulary = 512};
+// Unless told otherwise: 53 tensors, 5.3 M parameters; 512 tokens per rank and step.
+Model make_gpt(const Settings& settings, at::Device device, int rank) {
+  const plumb::model::GptSize size{.layers = settings.layers,
+                                   .heads = settings.width / 64,
+                                   .width = settings.width,
+                                   .context = settings.context,
+                                   .vocabulary = 512};
   plumb::model::Gpt gpt(size, /*seed=*/1);
   gpt->to(device);
   torch::manual_seed(100 + rank);
@@ -161,7 +169,8 @@ std::function<void()> engine(const plumb::World& world, const Model& model, cons
 
 at::Device device_of(const Settings& settings, const plumb::World& world) {
   if (settings.device == "cpu") return at::kCPU;
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank())};
+  // Ranks that talk over gloo may share a device.
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank() % torch::cuda::device_count())};
 }
 
 Variant make_variant(const std::string& name, const Model& model, const plumb::World& world) {
@@ -231,6 +240,14 @@ Settings parse(int argc, char** argv) {
       settings.device = value;
     } else if (key == "--backend") {
       settings.backend = value;
+    } else if (key == "--trace") {
+      settings.trace = value;
+    } else if (key == "--width") {
+      settings.width = std::stoll(value);
+    } else if (key == "--layers") {
+      settings.layers = std::stoll(value);
+    } else if (key == "--context") {
+      settings.context = std::stoll(value);
     } else if (key == "--rounds") {
       settings.rounds = std::stoll(value);
     } else if (key == "--steps") {
@@ -244,7 +261,8 @@ Settings parse(int argc, char** argv) {
     } else {
       throw plumb::Error(
           "option '" + key +
-          "' is unknown; there are --model, --device, --backend, --variants, --rounds, --steps and --warmup");
+          "' is unknown; there are --model, --device, --backend, --variants, --rounds, --steps, --warmup, --trace, "
+          "--width, --layers and --context");
     }
   }
   if (settings.model != "gpt" && settings.model != "tiny") {
@@ -281,6 +299,27 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
   std::printf("%s]}\n", out.str().c_str());
 }
 
+void record(Variant& variant, const Settings& settings, const plumb::World& world) {
+  using torch::profiler::impl::ActivityType;
+  using torch::profiler::impl::ProfilerConfig;
+  using torch::profiler::impl::ProfilerState;
+  const bool cuda = settings.device == "cuda";
+  std::set<ActivityType> activities = {ActivityType::CPU};
+  if (cuda) activities.insert(ActivityType::CUDA);
+  const ProfilerConfig config(ProfilerState::KINETO);
+  torch::autograd::profiler::prepareProfiler(config, activities);
+  torch::autograd::profiler::enableProfiler(config, activities,
+                                            {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE});
+  for (int64_t i = 0; i < 3; ++i) {
+    RECORD_USER_SCOPE("step");
+    variant.step();
+  }
+  if (cuda) torch::cuda::synchronize();
+  const auto result = torch::autograd::profiler::disableProfiler();
+  if (world.rank() == 0) result->save(settings.trace);
+  world.barrier();
+}
+
 void run(const Settings& settings) {
   at::set_num_threads(1);
   const plumb::World world = plumb::World::join({.backend = settings.backend, .device = settings.device});
@@ -292,7 +331,7 @@ void run(const Settings& settings) {
   std::vector<Variant> variants;
   for (const auto& name : settings.variants) {
     const at::Device device = device_of(settings, world);
-    Model model = settings.model == "gpt" ? make_gpt(device, world.rank()) : make_tiny(device, world.rank());
+    Model model = settings.model == "gpt" ? make_gpt(settings, device, world.rank()) : make_tiny(device, world.rank());
     variants.push_back(make_variant(name, model, world));
   }
   for (Variant& variant : variants) {
@@ -308,9 +347,10 @@ void run(const Settings& settings) {
     }
   }
   world.barrier();
+  if (!settings.trace.empty()) record(variants.back(), settings, world);
 
   const int64_t peak_kib = status_kib("VmHWM:") - start_kib;
-  const int64_t device_bytes = cuda ? peak_on_device(world.local_rank()) : 0;
+  const int64_t device_bytes = cuda ? peak_on_device(device_of(settings, world).index()) : 0;
   print(settings, world, variants, static_cast<double>(peak_kib) / (1 << 10),
         static_cast<double>(device_bytes) / (1 << 20));
 }

@@ -5,8 +5,10 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo or Debug" FORCE)
 endif()
-# Assertions of ours are exceptions, not asserts; -O3 buys nothing where the work is done inside libtorch.
-set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+# -O3 buys nothing where the work is done inside libtorch.
+set(CMAKE_CXX_FLAGS_RELEASE "-O2")
+# libtorch was built with NDEBUG, and its headers lay out classes by it. Assertions of ours are exceptions, not asserts.
+add_compile_definitions(NDEBUG)
 
 # One setting for libraries and programs alike (CMake's own would be -fPIC and -fPIE): they share a precompiled header.
 add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fPIC>)

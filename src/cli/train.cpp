@@ -119,9 +119,10 @@ nlohmann::ordered_json or_null(double value) {
 int train(const World& world, const Settings& s, const model::Task& task) {
   const int ranks = world.size();
   check_world(s, ranks);
-  const at::Device device = s.device == "cuda"
-                                ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank()))
-                                : at::Device(at::kCPU);
+  const at::Device device =
+      s.device == "cuda"
+          ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank() % torch::cuda::device_count()))
+          : at::Device(at::kCPU);
   const int64_t before = quiet_tensor_bytes(world);
   model::Gpt model(model::GptSize{.layers = s.layers,
                                   .heads = s.heads,

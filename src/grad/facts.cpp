@@ -41,4 +41,10 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   return facts;
 }
 
+void join_late(const std::vector<Facts>& all, std::vector<bool>& late) {
+  for (const Facts& facts : all) {
+    for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
+  }
+}
+
 }  // namespace plumb

@@ -23,4 +23,7 @@ struct Facts {
   static Facts unpack(std::span<const int64_t> words, size_t buckets, size_t parameters);
 };
 
+// A bucket is reduced everywhere if one rank asks for it.
+void join_late(const std::vector<Facts>& all, std::vector<bool>& late);
+
 }  // namespace plumb

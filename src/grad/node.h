@@ -15,6 +15,13 @@ using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<co
 
 using torch::autograd::variable_list;
 
+// A leaf accumulates on the stream that was current when its node was made. This one made it before anybody trained: it
+// goes to the stream that is current now.
+inline void accumulate_on_current(const NodePtr& node, const at::Tensor& leaf) {
+  node->clear_input_metadata();
+  node->add_input_metadata(leaf);
+}
+
 // Before a leaf accumulates: sees the gradient, and passes on the one it returns.
 struct PreHook final : torch::autograd::FunctionPreHook {
   using Call = std::function<at::Tensor(const at::Tensor& gradient)>;

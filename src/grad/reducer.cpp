@@ -11,19 +11,6 @@ namespace plumb {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-namespace {
-
-constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
-
-// A bucket is reduced everywhere if one rank asks for it.
-void join_late(const std::vector<Facts>& all, std::vector<bool>& late) {
-  for (const Facts& facts : all) {
-    for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
-  }
-}
-
-}  // namespace
-
 // ---- one gradient
 
 // Opens the pass if this is its first gradient, and makes the bucket ready for another contribution.
@@ -248,8 +235,21 @@ void Reducer::backward_ended(std::exception_ptr failure) {
   attached_ = 0;
   open_ = false;
   if (stopped_ || !broken_.empty()) return;
-  for_devices([this](c10::Device device) { callers_.add(device); });
+  for_devices([this](c10::Device device) {
+    callers_.add(device);
+    follow_caller(device);
+  });
   close_pass(failure != nullptr);
+}
+
+// Leaves accumulate where backwards are called: no stream waits for another without need, and no graph that is captured
+// reaches out of its streams.
+void Reducer::follow_caller(c10::Device device) {
+  for (Sink& sink : sinks_) {
+    if (!sink.accumulator || sink.parameter.device() != device) continue;
+    if (sink.accumulator->stream() == current_stream(device)) return;
+    accumulate_on_current(sink.accumulator, sink.parameter);
+  }
 }
 
 void Reducer::close_pass(bool failure_is_known) {
@@ -330,72 +330,7 @@ void Reducer::adopt(const std::vector<Facts>& all) {
   }
 }
 
-// ---- one step
-
-void Reducer::settle_step() {
-  Lock lock(mutex_);
-  check_alive();
-  check_nothing_put_off();
-  if (delivering_) throw Error(world_.rank(), "step() after delivered gradients; call end_pass() first");
-  if (open_) throw Error(world_.rank(), "step() was called inside a backward; call it after backward() has returned");
-  failure_ = nullptr;
-  // step() may be called on another stream than the backwards.
-  for_devices([this](c10::Device device) { callers_.join(device); });
-  for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
-  untangle();
-  std::vector<bool> late;
-  for (Bucket& bucket : buckets_) {
-    for (Sink* sink : bucket.sinks) {
-      sink->given = false;
-      sink->taken = 0;
-    }
-    const bool elsewhere =
-        std::any_of(bucket.sinks.begin(), bucket.sinks.end(), [](const Sink* sink) { return sink->grad_elsewhere(); });
-    late.push_back(((held_ && (!shards_gradient_ || deterministic_)) || elsewhere) &&
-                   fault != Fault::consume_unreduced);
-  }
-  const Where where = here(Where::Kind::step);
-  std::vector<Facts> all;
-  try {
-    all = agree(Where::Kind::step, late);
-    join_late(all, late);
-    if (deterministic_) check_shares();
-    admit_newcomers(all, late);
-    reduce_and_wait(late, where);
-  } catch (const std::exception& error) {
-    broken_ = error.what();
-    throw;
-  }
-  if (failure_) std::rethrow_exception(failure_);
-  held_ = false;
-  for (Sink& sink : sinks_) {
-    if (late[sink.slot.bucket]) continue;
-    for (size_t rank = 1; rank < all.size(); ++rank) {
-      const auto index = static_cast<size_t>(sink.index);
-      if (all[rank].used[index] == all[0].used[index]) continue;
-      const bool first = all[0].used[index];
-      throw Error(world_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") +
-                                     " gradient on rank 0 and " + (first ? "none" : "one") + " on rank " +
-                                     std::to_string(rank) + " at step(); set or clear gradients alike on every rank");
-    }
-  }
-  adopt(all);
-  for (Sink& sink : sinks_) {
-    // The user may have changed a tensor that is not the view since its reduction.
-    if (sink.grad_mirrored()) sink.settle();
-  }
-}
-
-void Reducer::finish_step() {
-  Lock lock(mutex_);
-  for (Bucket& bucket : buckets_) bucket.lanes.end_all(bucket.device());
-  // The next forward reads the parameters where the backwards were called.
-  for_devices([this](c10::Device device) { callers_.follow(device); });
-  callers_.clear();
-  ++steps_;
-  passes_ = 0;
-  std::erase_if(spares_, [](const at::Tensor& spare) { return spare.nbytes() > kSmallSpare; });
-}
+// ---- what both ends of a step use
 
 void Reducer::for_devices(const std::function<void(c10::Device)>& call) const {
   std::vector<c10::Device> known;

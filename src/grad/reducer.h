@@ -125,6 +125,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void push_shares();
   void prepare_share();
   void check_shares() const;
+  void follow_caller(c10::Device device);
   void close_pass(bool failure_is_known);
   void close_synced_pass();
 

@@ -14,8 +14,6 @@ namespace {
 
 using Guard = c10::impl::VirtualGuardImpl;
 
-c10::Stream current(c10::Device device) { return Guard(device.type()).getStream(device); }
-
 bool capturing(const c10::Stream& stream) {
 #ifdef PLUMB_CUDA
   if (stream.device_type() != c10::DeviceType::CUDA) return false;
@@ -30,9 +28,11 @@ bool capturing(const c10::Stream& stream) {
 
 }  // namespace
 
+c10::Stream current_stream(c10::Device device) { return Guard(device.type()).getStream(device); }
+
 void LaneSet::add(c10::Device device) {
   if (device.is_cpu()) return;
-  const c10::Stream stream = current(device);
+  const c10::Stream stream = current_stream(device);
   auto lane = std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& known) { return known.stream == stream; });
   if (lane == lanes_.end()) lane = lanes_.insert(lanes_.end(), Lane{stream, c10::Event(device.type())});
   lane->recorded = false;
@@ -40,7 +40,7 @@ void LaneSet::add(c10::Device device) {
 
 void LaneSet::join(c10::Device device) {
   if (lanes_.empty()) return;
-  const c10::Stream stream = current(device);
+  const c10::Stream stream = current_stream(device);
   for (Lane& lane : lanes_) {
     if (lane.stream == stream) continue;
     const bool captured = capturing(lane.stream);
@@ -54,7 +54,7 @@ void LaneSet::join(c10::Device device) {
 
 void LaneSet::follow(c10::Device device) {
   if (lanes_.empty()) return;
-  const c10::Stream stream = current(device);
+  const c10::Stream stream = current_stream(device);
   c10::Event now(device.type());
   for (Lane& lane : lanes_) {
     if (lane.stream == stream || (capturing(stream) && !capturing(lane.stream))) continue;
@@ -87,7 +87,7 @@ void Lanes::keep(const c10::DataPtr& memory) const {
   all_.keep(memory);
 }
 
-bool capturing(c10::Device device) { return !device.is_cpu() && capturing(current(device)); }
+bool capturing(c10::Device device) { return !device.is_cpu() && capturing(current_stream(device)); }
 
 void keep_for_current(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return;
@@ -97,7 +97,7 @@ void keep_for_current(const at::Tensor& tensor) {
   }
   if (!tensor.has_storage()) return;
   const c10::Device device = tensor.device();
-  Guard(device.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), current(device));
+  Guard(device.type()).recordDataPtrOnStream(tensor.storage().data_ptr(), current_stream(device));
 }
 
 }  // namespace plumb

@@ -73,6 +73,8 @@ class Alone {
   c10::Device device_;
 };
 
+c10::Stream current_stream(c10::Device device);
+
 // Whether what the current stream of `device` is given is captured into a graph instead of run.
 bool capturing(c10::Device device);
 

@@ -120,8 +120,9 @@ TEST(Memory, IsWhatTheEstimateSaid) {
       const std::string ranks = strategy == "hsdp" && backend == "local" ? "4" : "2";
       const Result result = train(strategy, ranks, {"--width", "128", "--steps", "2", "--backend", backend});
       ASSERT_EQ(result.code, 0) << result.err;
-      const double predicted = result.last()["predicted_bytes"]["held"];
-      for (const double measured : result.last()["measured_bytes"]) EXPECT_NEAR(measured, predicted, 0.05 * predicted);
+      const auto last = result.last();
+      const double predicted = last["predicted_bytes"]["held"];
+      for (const double measured : last["measured_bytes"]) EXPECT_NEAR(measured, predicted, 0.05 * predicted);
     }
   }
 }

@@ -135,7 +135,6 @@ TEST(Train, TakesSettingsFromAFileAndFlagsWin) {
   EXPECT_EQ(result.last()["settings"]["lr"], 0.5);
 }
 
-// The scale begins too large for this model: some steps are skipped, by both ranks, and then it learns.
 TEST(Train, RunsInFloat16WithALossScale) {
   for (const char* strategy : {"ddp", "zero3"}) {
     const Result result =
