@@ -36,7 +36,8 @@ struct Plan {
   int64_t reductions = 1;
 };
 
-// Bytes of one rank. Without the padding of buckets (below 0.1 % of any but tiny models), and without activations.
+// Bytes of one rank. Without what only tiny models notice, the padding of buckets and up to two spare buffers of 1 MiB for
+// sharded gradients, and without activations.
 struct Estimate {
   int64_t parameters = 0;
   int64_t gradients = 0;

@@ -124,11 +124,13 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds l
   std::packaged_task<Result()> task(
       [host = place.host, options]() -> Result { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   std::future<Result> result = task.get_future();
-  std::thread(std::move(task)).detach();
+  std::thread attempt(std::move(task));
   const std::string unreachable =
       "cannot reach rank 0 at " + at + " within " + std::to_string(limit.count() / 1000.0).substr(0, 4) +
       " s; see whether rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and port on every rank";
-  if (result.wait_for(limit + milliseconds(1'000)) != std::future_status::ready) {
+  const bool answered = result.wait_for(limit + milliseconds(1'000)) == std::future_status::ready;
+  answered ? attempt.join() : attempt.detach();
+  if (!answered) {
     if (!listens(place.host, place.port)) throw Error(place.rank, unreachable);
     throw Error(place.rank, at + " answers, but not as plumb's rank 0 does; another program listens there: set "
                                  "MASTER_PORT to a free port on every rank");

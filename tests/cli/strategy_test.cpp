@@ -118,7 +118,7 @@ TEST(Memory, IsWhatTheEstimateSaid) {
     for (const std::string& strategy : kStrategies) {
       SCOPED_TRACE(strategy + " on " + backend);
       const std::string ranks = strategy == "hsdp" && backend == "local" ? "4" : "2";
-      const Result result = train(strategy, ranks, {"--width", "128", "--steps", "2", "--backend", backend});
+      const Result result = train(strategy, ranks, {"--width", "256", "--steps", "2", "--backend", backend});
       ASSERT_EQ(result.code, 0) << result.err;
       const auto last = result.last();
       const double predicted = last["predicted_bytes"]["held"];
