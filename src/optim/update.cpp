@@ -18,6 +18,8 @@ at::Tensor place(const at::Tensor& flat, const Range& range, const Sink& sink) {
   return flat.narrow(0, std::clamp<int64_t>(mine.begin - range.begin, 0, flat.numel()), mine.size());
 }
 
+constexpr size_t kGathers = 2;  // under way at a time
+
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 }  // namespace
@@ -154,7 +156,7 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
                    const Where& where) {
   at::NoGradGuard no_grad;
   const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
-  std::vector<Pending> gathers;
+  std::deque<Pending> gathers;
   const bool captured = !buckets.empty() && capturing(buckets.front().device());
   if (captured) ++captures_;
   for (Bucket& bucket : buckets) {
@@ -172,6 +174,11 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
       if (bucket.updated.size() < bucket.held.size()) {
         const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
         gathers.push_back(shard.all_gather(bucket.parameter, mine));
+        // A backend may hold a copy of each that is under way. On a device, waiting would hold up the next update.
+        if (bucket.device().is_cpu() && gathers.size() > kGathers) {
+          gathers.front().wait(where);
+          gathers.pop_front();
+        }
       }
     }
     for (Sink* sink : bucket.sinks) {

@@ -48,8 +48,9 @@ OperationFacts read_facts(const c10::OperatorHandle& operation) {
     }
   }
   facts.random = operation.hasTag(at::Tag::nondeterministic_seeded);
-  facts.shape_depends_on_data =
-      operation.hasTag(at::Tag::dynamic_output_shape) || operation.hasTag(at::Tag::data_dependent_output);
+  facts.shape_depends_on_data = operation.hasTag(at::Tag::dynamic_output_shape) ||
+                                operation.hasTag(at::Tag::data_dependent_output) ||
+                                facts.name == "_unique";  // has no tag before torch 2.13
   // Of these only the mask forms are dynamic; shapes_of looks at the arguments.
   if (facts.name == "index.Tensor" || facts.name == "repeat_interleave.self_int") facts.shape_depends_on_data = false;
   static const std::set<std::string> rejecting = {"poisson",  "_standard_gamma", "_sample_dirichlet",

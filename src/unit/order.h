@@ -1,4 +1,4 @@
-// The order in which a step gathers units, as the step before it did: what to gather ahead.
+// The order in which units are gathered up to the end of a backward, as up to the last one: what to gather ahead.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class Order {
     return at_ < last_.size() ? last_[at_] : -1;
   }
 
-  // A step has ended.
+  // A backward has ended.
   void restart() {
     if (!now_.empty()) last_ = std::move(now_);
     now_.clear();

@@ -277,7 +277,6 @@ void Units::begin_update() {
     release(home);
     home.lanes.begin_all(home.whole.device());
   }
-  order_.restart();
 }
 
 // Nobody reads a shard that another rank has not finished.
@@ -370,6 +369,7 @@ void Units::backward_ended(std::exception_ptr) {
   tasks_ = 0;
   recent_.clear();
   release_ahead();
+  order_.restart();
   for (Home& home : homes_) {
     home.readers.clear();  // a node that threw never said that it was done
     home.complete = false;

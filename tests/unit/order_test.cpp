@@ -6,12 +6,12 @@
 namespace plumb {
 namespace {
 
-TEST(Order, KnowsNothingInTheFirstStep) {
+TEST(Order, KnowsNothingUpToTheFirstBackward) {
   Order order;
   for (int home : {0, 1, 2, 1, 0}) EXPECT_EQ(order.after(home), -1);
 }
 
-TEST(Order, FollowsTheLastStepInBothDirections) {
+TEST(Order, FollowsTheLastOneInBothDirections) {
   Order order;
   for (int home : {0, 1, 2, 1, 0}) order.after(home);
   order.restart();
@@ -33,7 +33,7 @@ TEST(Order, FindsItsPlaceAgainAfterSomethingElse) {
   EXPECT_EQ(order.after(2), 7);
 }
 
-TEST(Order, AStepThatGathersNothingTeachesNothing) {
+TEST(Order, ABackwardThatGathersNothingTeachesNothing) {
   Order order;
   for (int home : {4, 5}) order.after(home);
   order.restart();
