@@ -157,7 +157,8 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
   at::NoGradGuard no_grad;
   const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
   std::deque<Pending> gathers;
-  const bool captured = !buckets.empty() && capturing(buckets.front().device());
+  const bool captured =
+      std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return capturing(bucket.device()); });
   if (captured) ++captures_;
   for (Bucket& bucket : buckets) {
     if (updates && bucket.has_gradient()) {

@@ -246,6 +246,8 @@ World World::join(const WorldOptions& options) {
     }
     impl->backend = agreed.empty() ? (heap ? "shm" : "gloo") : agreed;
     const bool gloo = impl->backend == "gloo" || !heap;  // somewhere
+    const bool crowded = heap && place.size > static_cast<int>(std::thread::hardware_concurrency());
+    if (gloo && !crowded) impl->watch->keep_core(milliseconds(2));
     const std::string address = gloo ? choose_address(*impl->store, place) : "";
     impl->another = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch,
                      store = impl->store](int number) {

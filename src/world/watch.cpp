@@ -13,8 +13,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long a wait keeps its core: a core that sleeps takes long to come back, on virtual machines longer than most waits.
-constexpr milliseconds keen{2};
 constexpr milliseconds patience{2'000};        // for an answer of the board
 constexpr milliseconds evidence_limit{3'000};  // how long a broken connection is looked into
 constexpr milliseconds evidence_pause{100};
@@ -117,7 +115,7 @@ Watch::~Watch() = default;
 
 void Watch::wait(c10d::Work& work, const Where& where, Ticket ticket) {
   Vigil vigil{*this, where, ticket, Clock::now()};
-  for (const auto end = vigil.begin + keen; Clock::now() < end && !work.isCompleted();) std::this_thread::yield();
+  for (const auto end = vigil.begin + keen_; Clock::now() < end && !work.isCompleted();) std::this_thread::yield();
   for (;;) {
     const auto left = std::chrono::duration_cast<milliseconds>(vigil.begin + timeout_ - Clock::now());
     try {

@@ -25,6 +25,10 @@ class Watch {
 
   int rank() const { return rank_; }
 
+  // From now on a wait keeps its core this long, yielding it to whoever can run, before it sleeps. For backends that sleep
+  // at once, where every rank has a core: one that slept comes back late, on virtual machines later than most waits take.
+  void keep_core(std::chrono::milliseconds time) { keen_ = time; }
+
   // Returns when `work` has ended well. Otherwise an Error: the ranks that did not come within the time-out, a rank
   // that waits elsewhere for us (both would wait forever), a rank that failed, left or died.
   void wait(c10d::Work& work, const Where& where, Ticket ticket);
@@ -61,6 +65,7 @@ class Watch {
   const int size_;
   const std::chrono::milliseconds timeout_;
   const std::chrono::milliseconds slice_;
+  std::chrono::milliseconds keen_{0};
   const std::shared_ptr<Counters> counters_;
   const std::unique_ptr<Board> board_;
   std::atomic<int64_t> waits_{0};
