@@ -224,9 +224,10 @@ void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, d
                       {part(flats.second, bucket.updated, run)}, {}, {count}, lr, adam->beta1, adam->beta2,
                       values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
   } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
-    check(rank_, steps > 0 || sgd->momentum == 0 || !capturing(weight.device()),
-          "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
-              "', which begins its momentum; run a step with it first");
+    if (steps == 0 && sgd->momentum != 0 && capturing(weight.device())) {
+      throw Error(rank_, "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
+                             "', which begins its momentum; run a step with it first");
+    }
     std::vector<at::Tensor> momentum;
     if (flats.first.defined()) momentum.push_back(part(flats.first, bucket.updated, run));
     at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,

@@ -122,10 +122,9 @@ void Units::use(Home& home) {
 // next is gathered ahead.
 void Units::use_together(Home& home) {
   const std::string& name = home.bucket->sinks[0]->name;
-  const Where where = reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + name + "'");
   const std::array<int64_t, 2> mine{home.bucket->index, order_.after(home.bucket->index)};
   bool agreed = mine[1] >= 0;
-  for (const auto& other : reducer_.gathers().shard_control.exchange(mine, where)) {
+  for (const auto& other : reducer_.gathers().shard_control.exchange(mine, gathering(home))) {
     agreed = agreed && other[1] == mine[1];
     if (other[0] == mine[0]) continue;
     const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
@@ -168,8 +167,11 @@ void Units::gather(Home& home) {
 
 void Units::receive(Home& home) {
   const Alone alone(home.lanes, home.whole.device());
-  home.arriving.wait(
-      reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + home.bucket->sinks[0]->name + "'"));
+  home.arriving.wait(gathering(home));
+}
+
+Where Units::gathering(const Home& home) const {
+  return reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + home.bucket->sinks[0]->name + "'");
 }
 
 void Units::release(Home& home) {

@@ -84,6 +84,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void use_together(Home& home);
   void gather(Home& home);
   void receive(Home& home);
+  Where gathering(const Home& home) const;
   void release(Home& home);
   void release_ahead();
   void release_if_idle(Home& home);

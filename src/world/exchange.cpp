@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "world/shm_ring.h"
 #include "world/world_impl.h"
@@ -107,8 +108,8 @@ Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, cons
   } else {
     // Processes of one machine share memory for this whatever carries their collectives.
     std::shared_ptr<ShmHeap> heap = heap_of(*impl_->backend);
-    if (!heap && impl_->meet) {
-      if (!impl_->met) impl_->met = impl_->meet();
+    if (!heap) {
+      if (impl_->meet) impl_->met = std::exchange(impl_->meet, {})();
       heap = impl_->met;
       if (heap) shared.mine = heap->tensor(numel, options);
       if (!shared.mine.defined()) shared.mine = at::empty({numel}, options);

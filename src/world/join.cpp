@@ -196,7 +196,7 @@ std::string agree_on_backend(c10d::Store& store, const Place& place, const std::
   return name;
 }
 
-// How the ranks of a group whose backend has no shared memory find some, if they are on one machine.
+// How some of the ranks, whose backend has no shared memory, find some, if those are on one machine.
 std::function<std::shared_ptr<ShmHeap>()> meeting(const c10::intrusive_ptr<c10d::Store>& keys, int rank, int size) {
   return [=] {
     std::string why_not;
@@ -267,7 +267,7 @@ World World::join(const WorldOptions& options) {
                          timeout);
       }
       Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
-      if (backend == "gloo") pair.data->meet = meeting(keys, place.rank, place.size);
+      pair.data->met = heap;
       return pair;
     };
     impl->part = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch, store = impl->store](

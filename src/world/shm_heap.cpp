@@ -154,8 +154,7 @@ std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, s
   std::shared_ptr<ShmHeap> heap(new ShmHeap(rank, size));
   const char* wanted = std::getenv("PLUMB_SHM");
   const bool refused = wanted != nullptr && std::string(wanted) == "0";
-  std::string record = refused ? "" : heap->make_own();
-  if (refused) record = "PLUMB_SHM=0 forbids it";
+  std::string record = refused ? "PLUMB_SHM=0 forbids it" : heap->make_own();
   if (record.empty()) record = "cannot make shared memory: " + reason();
   store.set(record_key(rank), record);
   std::string verdict = heap->segments_[rank] ? "" : record;

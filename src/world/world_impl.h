@@ -29,7 +29,7 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   bool any_dtype = true;
   // The memory that the backend offers is the host's; otherwise a device's.
   bool host_memory = false;
-  // Finds memory that the ranks of this group share beside the backend's, if there is any. Collective.
+  // Memory that the ranks of this group share beside the backend's, if there is any; `meet` finds it, once. Collective.
   std::function<std::shared_ptr<ShmHeap>()> meet;
   std::shared_ptr<ShmHeap> met;
   std::mutex issuing;                                        // one order for the backend's count and ours

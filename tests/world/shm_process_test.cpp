@@ -14,9 +14,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 std::vector<Process> on_shm(const std::string& role, int size, Variables variables = {}) {
   variables["PLUMB_TEST_BACKEND"] = "shm";
@@ -121,27 +118,15 @@ TEST(ShmProcesses, NameAKilledRankWithinSeconds) {
         ASSERT_TRUE(ranks[r].wait_for("READY")) << ranks[r].output();
       }
     }
-    const auto begin = Clock::now();
-    ranks[1].signal(SIGKILL);
-    for (int r : {0, 2}) {
-      EXPECT_EQ(ranks[r].join(), 3) << role << ": " << ranks[r].output();
-      EXPECT_THAT(ranks[r].output(), HasSubstr("rank 1 is gone: its process was killed"));
-    }
-    EXPECT_LT(seconds_since(begin), 8) << role;
-    EXPECT_EQ(ranks[1].join(), -SIGKILL);
+    SCOPED_TRACE(role);
+    expect_named_when_killed(ranks, 1, 8, "rank 1 is gone: its process was killed");
   }
 }
 
 TEST(ShmProcesses, NameAKilledRankZeroThoughTheStoreDiesWithIt) {
   auto ranks = on_shm("reduce for ever", 3);
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();
-  const auto begin = Clock::now();
-  ranks[0].signal(SIGKILL);
-  for (int r : {1, 2}) {
-    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
-    EXPECT_THAT(ranks[r].output(), HasSubstr("rank 0 is gone"));
-  }
-  EXPECT_LT(seconds_since(begin), 15);
+  expect_named_when_killed(ranks, 0, 15, "rank 0 is gone");
 }
 
 TEST(ShmProcesses, NameAStoppedRankAtTheTimeOut) {

@@ -124,4 +124,20 @@ std::vector<Process> start_ranks(const std::string& role, int size, const Variab
   return ranks;
 }
 
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void expect_named_when_killed(std::vector<Process>& ranks, int victim, double seconds, const std::string& words) {
+  const auto begin = std::chrono::steady_clock::now();
+  ranks[victim].signal(SIGKILL);
+  for (int r = 0; r < static_cast<int>(ranks.size()); ++r) {
+    if (r == victim) continue;
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), ::testing::HasSubstr(words));
+  }
+  EXPECT_LT(seconds_since(begin), seconds);
+  EXPECT_EQ(ranks[victim].join(), -SIGKILL);
+}
+
 }  // namespace plumb::testing

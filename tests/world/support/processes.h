@@ -42,6 +42,11 @@ class Process {
 // `size` processes in one role, with RANK, WORLD_SIZE and a rendezvous on this machine.
 std::vector<Process> start_ranks(const std::string& role, int size, const Variables& variables = {});
 
+double seconds_since(std::chrono::steady_clock::time_point begin);
+
+// Kills rank `victim` of ranks that wait for each other: all others must say so (`words`) and end, within `seconds`.
+void expect_named_when_killed(std::vector<Process>& ranks, int victim, double seconds, const std::string& words);
+
 // The roles; in roles.cpp.
 int play(const std::string& role);
 
