@@ -82,39 +82,41 @@ std::vector<at::Tensor> peers_of_threads(Group& group, const at::Tensor& mine, c
 std::vector<at::Tensor> peers_of_processes(Group& group, const std::shared_ptr<ShmHeap>& heap, const at::Tensor& mine,
                                            const Where& where) {
   const int64_t offset = heap->offset_of(mine.const_data_ptr());
+  const auto offsets = group.exchange(std::span(&offset, 1), where);
+  const int size = static_cast<int>(offsets.size());
   std::vector<at::Tensor> all;
-  int rank = 0;
-  bool everywhere = true;
-  for (const auto& other : group.exchange(std::span(&offset, 1), where)) {
-    everywhere = everywhere && heap->within(rank, other[0], static_cast<int64_t>(mine.nbytes()));
-    if (everywhere) {
-      all.push_back(at::from_blob(heap->at(rank, other[0]), mine.sizes(), [heap](void*) {}, mine.options()));
-    }
-    ++rank;
+  for (int r = 0; r < size; ++r) {
+    if (heap->within(r, offsets[r][0], static_cast<int64_t>(mine.nbytes()))) continue;
+    if (offset >= 0) heap->keep_window(mine);
+    return all;
   }
-  return everywhere ? all : std::vector<at::Tensor>{};
+  for (int r = 0; r < size; ++r) {
+    all.push_back(r == heap->rank() ? mine : heap->window_of(r, offsets[r][0], mine.numel(), mine.options()));
+  }
+  return all;
 }
 
 }  // namespace
 
 Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, const Where& where) {
-  Shared shared{allocate(numel, options), {}};
-  if (size() == 1) {
-    shared.everybody = {shared.mine};
-  } else if (!options.device().is_cpu()) {
-    // Devices do not read each other here.
-  } else if (impl_->backend->getBackendName() == "local") {
-    shared.everybody = peers_of_threads(*this, shared.mine, where);
-  } else {
+  Shared shared;
+  std::shared_ptr<ShmHeap> heap;
+  const bool alone = size() == 1;
+  const bool threads = !alone && impl_->backend->getBackendName() == "local";
+  if (!alone && !threads && options.device().is_cpu()) {  // devices do not read each other here
     // Processes of one machine share memory for this whatever carries their collectives.
-    std::shared_ptr<ShmHeap> heap = heap_of(*impl_->backend);
-    if (!heap) {
-      if (impl_->meet) impl_->met = std::exchange(impl_->meet, {})();
-      heap = impl_->met;
-      if (heap) shared.mine = heap->tensor(numel, options);
-      if (!shared.mine.defined()) shared.mine = at::empty({numel}, options);
-    }
-    if (heap) shared.everybody = peers_of_processes(*this, heap, shared.mine, where);
+    heap = heap_of(*impl_->backend);
+    if (impl_->meet) impl_->met = std::exchange(impl_->meet, {})();
+    if (!heap) heap = impl_->met;
+  }
+  if (heap) shared.mine = heap->window(numel, options);
+  if (!shared.mine.defined()) shared.mine = allocate(numel, options);
+  if (alone) {
+    shared.everybody = {shared.mine};
+  } else if (heap) {
+    shared.everybody = peers_of_processes(*this, heap, shared.mine, where);
+  } else if (threads && options.device().is_cpu()) {
+    shared.everybody = peers_of_threads(*this, shared.mine, where);
   }
   return shared;
 }

@@ -225,6 +225,36 @@ at::Tensor ShmHeap::tensor(int64_t numel, const at::TensorOptions& options) {
       at(rank_, block.offset), {numel}, [heap = shared_from_this(), block](void*) { heap->free(block); }, options);
 }
 
+ShmHeap::Readers& ShmHeap::readers(int rank, int64_t window) const {
+  return *reinterpret_cast<Readers*>(at(rank, window - static_cast<int64_t>(sizeof(Readers))));
+}
+
+at::Tensor ShmHeap::window(int64_t numel, const at::TensorOptions& options) {
+  sweep();
+  const Block block = allocate(sizeof(Readers) + numel * static_cast<int64_t>(options.dtype().itemsize()));
+  if (block.offset < 0) return {};
+  const int64_t offset = block.offset + static_cast<int64_t>(sizeof(Readers));
+  new (at(rank_, block.offset)) Readers{size_};
+  const auto let_go = [heap = shared_from_this(), block, offset](void*) {
+    heap->readers(heap->rank_, offset).left.fetch_sub(1);
+    {
+      std::lock_guard lock(heap->rings_mutex_);
+      heap->left_.push_back(block);
+    }
+    heap->sweep();
+  };
+  return at::from_blob(at(rank_, offset), {numel}, let_go, options);
+}
+
+at::Tensor ShmHeap::window_of(int rank, int64_t offset, int64_t numel, const at::TensorOptions& options) {
+  const auto let_go = [heap = shared_from_this(), rank, offset](void*) {
+    heap->readers(rank, offset).left.fetch_sub(1);  // its owner frees it, at once or when it next looks
+  };
+  return at::from_blob(at(rank, offset), {numel}, let_go, options);
+}
+
+void ShmHeap::keep_window(const at::Tensor& mine) { readers(rank_, offset_of(mine.const_data_ptr())).left.store(1); }
+
 ShmHeap::Block ShmHeap::borrow(int64_t bytes) {
   const int64_t class_of = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, page))));
   {
@@ -294,6 +324,12 @@ void ShmHeap::sweep() {
         if (!header(r).closed[one.serial].load()) return false;
       }
       over.push_back(std::move(one));
+      return true;
+    });
+    std::erase_if(left_, [&](const Block& block) {
+      const int64_t offset = block.offset + static_cast<int64_t>(sizeof(Readers));
+      if (readers(rank_, offset).left.load() > 0) return false;
+      over.push_back({0, {block}});
       return true;
     });
   }

@@ -49,6 +49,12 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   void free(Block block);
   // A tensor that frees its block; undefined when memory is short.
   at::Tensor tensor(int64_t numel, const at::TensorOptions& options);
+  // A tensor that every rank may read in place, each through one of its own: the block is freed when all have let go, so
+  // that nobody reads what its owner has left. Undefined when memory is short.
+  at::Tensor window(int64_t numel, const at::TensorOptions& options);
+  at::Tensor window_of(int rank, int64_t offset, int64_t numel, const at::TensorOptions& options);
+  // Nobody but this rank reads it after all.
+  void keep_window(const at::Tensor& mine);
   // As allocate and free, with contents left as they were: for blocks that come and go all the time.
   Block borrow(int64_t bytes);
   void give_back(Block block);
@@ -98,12 +104,17 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
     int64_t serial;
     std::vector<Block> blocks;
   };
+  // In front of a window's elements.
+  struct alignas(64) Readers {
+    std::atomic<int> left;  // ranks that have not let go
+  };
 
   ShmHeap(int rank, int size);
   std::string make_own();
   std::string attach(int other, const std::string& record);
   Header& header(int rank) const { return *reinterpret_cast<Header*>(segments_[rank]->base); }
   static bool doze(std::atomic<uint32_t>& bell, uint32_t heard, std::chrono::nanoseconds limit);
+  Readers& readers(int rank, int64_t window) const;
   void sweep();
 
   const int rank_;
@@ -121,6 +132,7 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
   std::mutex rings_mutex_;  // guards the rest; one of its own, since filling pages takes time
   std::vector<std::weak_ptr<ShmRing>> rings_;
   std::vector<Closing> closing_;
+  std::vector<Block> left_;      // windows that this rank has let go
   std::set<int64_t> condemned_;  // guarded by mutex_
 };
 

@@ -44,6 +44,11 @@ TEST(ShmProcesses, CarryRandomSequencesOverTwoGroups) {
   for (int size : {2, 3, 4}) expect_all_done(on_shm("soak", size, {{"PLUMB_TEST_SEED", seed}}));
 }
 
+TEST(ShmProcesses, ReadWhatARankSharedAfterItLetGo) {
+  expect_all_done(on_shm("rank 1 lets go first", 3));
+  expect_all_done(start_ranks("rank 1 lets go first", 2, {{"PLUMB_TEST_BACKEND", "gloo"}}));
+}
+
 TEST(ShmProcesses, MayJoinTwice) { expect_all_done(on_shm("two worlds", 2)); }
 
 TEST(ShmProcesses, AreTheChoiceOnOneMachine) {

@@ -350,6 +350,46 @@ TEST(Shm, TensorsGiveTheirMemoryBack) {
   }));
 }
 
+TEST(Shm, AWindowIsFreedWhenEverybodyHasLetGo) {
+  expect_all_well(on_threads(2, [](int rank, ShmHeap& heap, const Groups& make) {
+    const Backend group = make(0);
+    const auto meet = [&] { group->barrier()->wait(milliseconds(20'000)); };
+    int64_t before = 0;
+    for (int turn = 0; turn < 50; ++turn) {
+      // The heaps are alike: the n-th window of both is at one place.
+      at::Tensor mine = heap.window(300'000, at::kFloat).fill_(turn + rank);
+      at::Tensor other = heap.window_of(1 - rank, heap.offset_of(mine.data_ptr()), 300'000, at::kFloat);
+      meet();
+      if (turn % 2 == rank) mine.reset();
+      meet();
+      EXPECT_EQ(other.sum().item<float>(), 300'000.f * (turn + 1 - rank));
+      meet();
+      mine.reset();
+      other.reset();
+      meet();
+      heap.keep_window(heap.window(1, at::kFloat));  // looks for what the other has let go
+      meet();
+      if (turn == 1) before = resident_shared_kib();
+      meet();
+    }
+    if (rank == 0) {
+      EXPECT_LE(resident_shared_kib(), before + 1024);  // not one window more
+    }
+    meet();
+  }));
+}
+
+TEST(Shm, AWindowThatNobodyElseReadsIsFreedAlone) {
+  expect_all_well(on_threads(2, [](int, ShmHeap& heap, const Groups&) {
+    at::Tensor mine = heap.window(9, at::kInt).fill_(3);
+    const int64_t place = heap.offset_of(mine.data_ptr());
+    EXPECT_EQ(place % 64, 0);
+    heap.keep_window(mine);
+    mine.reset();
+    EXPECT_EQ(heap.offset_of(heap.window(9, at::kInt).data_ptr()), place);
+  }));
+}
+
 TEST(Shm, ATensorOutlivesItsGroup) {
   at::Tensor tensor;
   expect_all_well(

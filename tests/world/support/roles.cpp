@@ -123,6 +123,24 @@ void bench(const World& world) {
   measure("all_reduce of 4 MiB", 100, [&] { data_group(world).all_reduce(large).wait(where); });
 }
 
+// What a rank shared is still there after it let go, for whoever has not.
+void let_go_first(const World& world) {
+  const Where where;
+  Group group = data_group(world);
+  Group::Shared shared = group.share(5'000, at::kFloat, where);
+  must(shared.everybody.size() == static_cast<size_t>(world.size()), "ranks of one machine read in place");
+  shared.mine.fill_(world.rank() + 1);
+  world.barrier();
+  if (world.rank() == 1) shared = {};
+  Group::Shared next = world.rank() == 1 ? Group::Shared{group.allocate(5'000, at::kFloat), {}} : Group::Shared{};
+  if (next.mine.defined()) next.mine.fill_(-1);
+  world.barrier();
+  for (size_t r = 0; r < shared.everybody.size(); ++r) {
+    must(at::equal(shared.everybody[r], at::full({5'000}, static_cast<float>(r + 1))), "what was shared is as it was");
+  }
+  world.barrier();
+}
+
 void act(const std::string& role) {
   const World world = World::join(options());
   const int me = world.rank();
@@ -161,6 +179,7 @@ void act(const std::string& role) {
     verbs(world);
     verbs(second);
   }
+  if (role == "rank 1 lets go first") let_go_first(world);
   if (role == "crossed") {
     const int64_t mine = 1;
     if (me == 1) exchange(world, {&mine, 1}, {.kind = Where::Kind::step, .step = 5, .pass = 1});
