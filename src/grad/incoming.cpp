@@ -58,7 +58,6 @@ void Reducer::open_incoming(Bucket& bucket) {
 void Reducer::keep_few_in_flight() {
   while (in_flight_.size() >= kInFlight) {
     Bucket& oldest = *in_flight_.front();
-    in_flight_.pop_front();
     finish(oldest, here(Where::Kind::backward, "the reduction of bucket " + std::to_string(oldest.index)));
   }
 }
@@ -154,8 +153,10 @@ void Reducer::reduce_incoming(Bucket& bucket) {
 void Reducer::finish(Bucket& bucket, const Where& where) {
   if (!bucket.under_way) return;
   at::NoGradGuard no_grad;
+  // In the order in which they began, whoever is wanted: over two axes, the end of a reduction is a collective.
+  while (!in_flight_.empty() && in_flight_.front() != &bucket) finish(*in_flight_.front(), where);
+  if (!in_flight_.empty()) in_flight_.pop_front();
   bucket.under_way = false;
-  std::erase(in_flight_, &bucket);
   const Alone alone(bucket.lanes, bucket.device());
   bucket.reduction.wait(where);
   if (!eats()) return;

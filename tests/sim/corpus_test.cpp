@@ -20,6 +20,7 @@ const std::vector<std::string> other_units = {"UnfreezesWhatOnlyOneRankUses",
                                               "AnUnexpectedLateGradientAfterAnUndefinedOne",
                                               "AnUnexpectedLateGradientBesideParametersOthersDoNotUse",
                                               "ALateGradientAfterAnUndefinedOne",
+                                              "ALateGradientOfTheSecondOfTwoReductionsOnTheWay",
                                               "ParametersUsedOnTheLastRankOnly",
                                               "EveryRankUsesAnotherPart",
                                               "ARankWithNothingToContributeCallsTheEnginesBackward"};

@@ -27,6 +27,16 @@ struct Net : torch::nn::Module {
   Unit<torch::nn::Linear> body{nullptr}, middle{nullptr}, left{nullptr}, right{nullptr}, spare{nullptr};
 };
 
+// Layers of one size, each a unit: whatever is mixed up fits.
+struct Chain : torch::nn::Module {
+  explicit Chain(int length) {
+    for (int i = 0; i < length; ++i) {
+      layers.emplace_back(register_module("layer" + std::to_string(i), torch::nn::Linear(6, 6)));
+    }
+  }
+  std::vector<Unit<torch::nn::Linear>> layers;
+};
+
 // Parameters of many sizes: scalar, empty, tiny, prime, large; one weighs each.
 struct Bag : torch::nn::Module {
   explicit Bag(const std::vector<std::vector<int64_t>>& shapes) {
