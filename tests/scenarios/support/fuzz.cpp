@@ -106,6 +106,32 @@ const std::vector<Kind>& kinds() {
          s.share(m.head(h, v.a + s.rank)).backward();
        },
        2},
+      {"backward inside a hook on some ranks",
+       [](Stage& s, Chain& m, const Move& v) {
+         at::Tensor h = input(s, v);
+         std::vector<at::Tensor> between;
+         for (int i = 0; i <= v.a % m.depth(); ++i) between.push_back(h = torch::tanh(m.layers[i]->forward(h)));
+         const Move inner{0, v.b, v.a};
+         const Kind& backward = kinds().front();
+         if ((s.rank + v.b) % 2 == 0) {
+           between[v.b % between.size()].register_hook([&](const at::Tensor& gradient) {
+             at::AutoGradMode on(true);
+             backward.play(s, m, inner);
+             return gradient;
+           });
+         }
+         s.share(m.head(h, v.a)).backward();
+       },
+       2},
+      {"delivered gradients",
+       [](Stage& s, Chain& m, const Move& v) {
+         for (int i : {v.a, v.b, v.a + 1}) {
+           const at::Tensor& bias = m.heads[i % m.depth()]->bias;
+           s.deliver(bias, s.input(bias.sizes(), v.a * 17 + v.b + i));
+         }
+         s.end_pass();
+       },
+       1},
       {"failing backward",
        [](Stage& s, Chain& m, const Move& v) {
          auto h = m.trunk(input(s, v), v.a);
@@ -173,7 +199,7 @@ const std::vector<Kind>& kinds() {
 
 Scenario scenario_of(const FuzzCase& one) {
   std::mt19937_64 random(one.seed);
-  const int depth = 1 + static_cast<int>(random() % 3);
+  const int depth = 1 + static_cast<int>(random() % 5);
   const int width = 3 + static_cast<int>(random() % 6);
   const int frozen = static_cast<int>(random() % 3);
   Scenario scenario{"F", "fuzz", [=] { return std::make_shared<Chain>(depth, width, frozen); },
@@ -184,6 +210,7 @@ Scenario scenario_of(const FuzzCase& one) {
   scenario.options.bucket_bytes = std::array{64, 200, 1 << 20}[random() % 3];
   scenario.options.first_bucket_bytes = std::array{1, 100, 1 << 20}[random() % 3];
   if (random() % 4 == 0) scenario.options.clip_norm = 0.5;
+  scenario.options.hold_unsharded = random() % 4 == 0;
   scenario.optimizer = SGD{.lr = 0.05, .momentum = random() % 2 ? 0.9 : 0.0};
   scenario.tolerance = 2e-4;
   return scenario;
@@ -218,7 +245,8 @@ std::string play(const FuzzCase& one) {
     return {};  // plain libtorch refuses this program
   }
   try {
-    return difference(expected, play_engine(scenario, one.ranks, one.strategy, one.ranks - 1), scenario.tolerance);
+    return difference(expected, play_engine(scenario, one.ranks, one.strategy, static_cast<int>(one.seed % one.ranks)),
+                      scenario.tolerance);
   } catch (const std::exception& error) {
     return std::string("the engine raised: ") + error.what();
   }

@@ -171,9 +171,9 @@ std::vector<Scenario> graph_scenarios() {
     }
   }));
   // The last layer's reduction is still on its way when one rank brings another gradient of the layer before it.
-  Scenario second{"G5", "ALateGradientOfTheSecondOfTwoReductionsOnTheWay", [] { return std::make_shared<Chain>(5); },
+  Scenario second{"G5", "ALateGradientOfTheSecondOfTwoReductionsOnTheWay", [] { return std::make_shared<Alike>(5); },
                   [](Stage& stage) {
-                    auto& layers = stage.as<Chain>().layers;
+                    auto& layers = stage.as<Alike>().layers;
                     for (int step = 0; step < 3; ++step) {
                       const auto x = stage.input({4, 6}, step);
                       at::Tensor h = x;

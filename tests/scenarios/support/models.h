@@ -28,8 +28,8 @@ struct Net : torch::nn::Module {
 };
 
 // Layers of one size, each a unit: whatever is mixed up fits.
-struct Chain : torch::nn::Module {
-  explicit Chain(int length) {
+struct Alike : torch::nn::Module {
+  explicit Alike(int length) {
     for (int i = 0; i < length; ++i) {
       layers.emplace_back(register_module("layer" + std::to_string(i), torch::nn::Linear(6, 6)));
     }
