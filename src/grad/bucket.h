@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "grad/sink.h"
@@ -32,13 +33,18 @@ struct Bucket {
   at::Tensor arriving;             // the reduction of it, when it is to be added to `gradient`
   std::vector<at::Tensor> shares;  // deterministic mode: partial sums of this step's passes, as a binary tree
 
+  int convoy = -1;    // buckets of one convoy are reduced together
+  bool alone = true;  // in messages of its own
+
   // The state of this pass.
   int waiting = 0;        // sinks whose gradient is still expected
   bool launched = false;  // the reduction has begun
   bool late = false;      // a gradient came after that: reduce once more when the backward has ended
   bool under_way = false;
-  Pending reduction;
+  std::shared_ptr<Pending> reduction;
 
+  // Where the reduction of `incoming` arrives.
+  const at::Tensor& target() const { return arriving.defined() ? arriving : gradient; }
   c10::Device device() const { return sinks[0]->parameter.device(); }
   bool has_gradient() const {
     return std::any_of(sinks.begin(), sinks.end(), [](const Sink* sink) { return sink->grad().defined(); });

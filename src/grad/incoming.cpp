@@ -9,7 +9,7 @@
 namespace plumb {
 namespace {
 
-// Whole gradients on their way at a time: one being filled, one being reduced.
+// Messages of whole gradients on their way at a time: one being filled, one being reduced.
 constexpr size_t kInFlight = 2;
 
 // The sum of rows [begin, end) as a binary tree: halves first, then their sum. In place, in row `begin`.
@@ -56,7 +56,16 @@ void Reducer::open_incoming(Bucket& bucket) {
 
 // Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
 void Reducer::keep_few_in_flight() {
-  while (in_flight_.size() >= kInFlight) {
+  const auto messages = [this] {
+    size_t count = 0;
+    const Pending* last = nullptr;
+    for (const Bucket* bucket : in_flight_) {
+      if (bucket->reduction.get() != last) ++count;
+      last = bucket->reduction.get();
+    }
+    return count;
+  };
+  while (messages() >= kInFlight) {
     Bucket& oldest = *in_flight_.front();
     finish(oldest, here(Where::Kind::backward, "the reduction of bucket " + std::to_string(oldest.index)));
   }
@@ -141,13 +150,9 @@ void Reducer::reduce_incoming(Bucket& bucket) {
     }
     bucket.arriving = at::empty_like(bucket.gradient);
   }
-  const at::Tensor& target = fresh ? bucket.gradient : bucket.arriving;
-  if (deterministic_) {
-    reduce_tree(bucket, target);
-  } else {
-    bucket.reduction = groups_.shard.reduce_scatter(target, bucket.incoming);
-    in_flight_.push_back(&bucket);
-  }
+  if (deterministic_) return reduce_tree(bucket, bucket.target());
+  if (bucket.alone) return send({&bucket});
+  outgoing_.push_back(&bucket);
 }
 
 void Reducer::finish(Bucket& bucket, const Where& where) {
@@ -158,10 +163,10 @@ void Reducer::finish(Bucket& bucket, const Where& where) {
   if (!in_flight_.empty()) in_flight_.pop_front();
   bucket.under_way = false;
   const Alone alone(bucket.lanes, bucket.device());
-  bucket.reduction.wait(where);
+  if (bucket.reduction) bucket.reduction->wait(where);
+  bucket.reduction.reset();
   if (!eats()) return;
-  const at::Tensor& target = bucket.arriving.defined() ? bucket.arriving : bucket.gradient;
-  if (!deterministic_) groups_.replicate.all_reduce(target).wait(where);
+  if (!deterministic_) groups_.replicate.all_reduce(bucket.target()).wait(where);
   if (bucket.arriving.defined()) bucket.gradient.add_(bucket.arriving);
   // They were made under the lanes of the backward and die under this one, which has waited for all of them.
   keep_for_current(bucket.arriving);

@@ -152,6 +152,7 @@ void Reducer::place(const Layout& layout, const std::vector<int>& indices) {
     }
     bucket.lanes.end_all(bucket.device());
   }
+  form_convoys();
   std::vector<std::string> names;
   std::vector<int> bucket_of;
   for (const Sink& sink : sinks_) {

@@ -73,7 +73,10 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
   ready_order_.push_back(sink.index);
   if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete)
     on_complete(bucket);
-  if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) reduce(bucket);
+  if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) {
+    reduce(bucket);
+    send_waiting();
+  }
   if (synced_) launch_ready();
 }
 
@@ -154,15 +157,6 @@ void Reducer::untangle() {
   }
 }
 
-// In bucket order. The last bucket stays until the backward has ended: its last gradient comes then anyway.
-void Reducer::launch_ready() {
-  if (hold_launches_) return;
-  while (next_ + 1 < buckets_.size() && buckets_[next_].waiting == 0) {
-    Bucket& bucket = buckets_[next_++];
-    if (!bucket.launched) reduce(bucket);
-  }
-}
-
 void Reducer::settle(Sink& sink, double scale) {
   for (int i = 0; i < sink.unsettled; ++i) ledger_.settled(sink.index);
   sink.settle(scale);
@@ -193,7 +187,7 @@ void Reducer::reduce(Bucket& bucket) {
   ledger_.reduced(bucket.index);
   if (data_.size() > 1) {
     if (batched) bucket.gradient.mul_(mean);
-    bucket.reduction = data_.all_reduce(bucket.gradient);
+    bucket.reduction = std::make_shared<Pending>(data_.all_reduce(bucket.gradient));
   }
 }
 
@@ -273,10 +267,7 @@ void Reducer::close_synced_pass() {
   std::vector<Facts> all;
   try {
     if (hold_launches_) agree(Where::Kind::backward, std::vector<bool>(buckets_.size()));
-    while (next_ < buckets_.size()) {
-      Bucket& bucket = buckets_[next_++];
-      if (!bucket.launched) reduce(bucket);
-    }
+    while (next_ < buckets_.size()) launch_convoy();
     std::vector<bool> late;
     for (const Bucket& bucket : buckets_) late.push_back(bucket.late);
     auto finish_all = [&] {
@@ -317,6 +308,7 @@ void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where
   for (size_t i = 0; i < which.size(); ++i) {
     if (which[i]) reduce(buckets_[i]);
   }
+  send_waiting();
   for (size_t i = 0; i < which.size(); ++i) {
     if (which[i]) finish(buckets_[i], where);
   }

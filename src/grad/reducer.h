@@ -104,7 +104,12 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void open_pass();
   void untangle();
   bool follow_rules();
+  void form_convoys();
+  size_t end_of_convoy(size_t begin) const;  // by index of a bucket
   void launch_ready();
+  void launch_convoy();
+  void send_waiting();
+  void send(const std::vector<Bucket*>& buckets);
   void settle(Sink& sink, double scale);
   void reduce(Bucket& bucket);
   void copy_together(Bucket& bucket);
@@ -177,8 +182,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   int attached_ = 0;         // backwards, ours or the user's, that must end before it closes
   int last_task_ = -1;
   bool hold_launches_ = false;
-  bool eaten_ = false;  // its gradients go to `incoming`
-  size_t next_ = 0;     // the next bucket to reduce
+  bool eaten_ = false;             // its gradients go to `incoming`
+  size_t next_ = 0;                // the next bucket to reduce
+  std::vector<Bucket*> outgoing_;  // wait for the rest of their convoy
   std::deque<Bucket*> in_flight_;
   std::vector<at::Tensor> spares_;  // memory of `incoming` buffers that ended, until the step ends
   std::exception_ptr failure_;

@@ -69,6 +69,28 @@ Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call
   return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(end));
 }
 
+// `sent`: for every rank, its part of every sum. Everybody's parts for this rank come, and are summed in rank order.
+Pending reduce_here(Group::Impl& group, std::vector<at::Tensor> outs, at::Tensor sent) {
+  at::Tensor received = at::empty_like(sent);
+  auto sum = [outs, received, size = group.size] {
+    const int64_t row = received.numel() / size;
+    const char* place = static_cast<const char*>(received.const_data_ptr());
+    for (const at::Tensor& out : outs) {
+      std::vector<const void*> inputs;
+      for (int r = 0; r < size; ++r) inputs.push_back(place + r * row);
+      void* output = out.data_ptr();
+      reduce_in_order(inputs, std::span<void* const>(&output, 1), out.numel(), out.scalar_type(), Reduction::sum);
+      place += out.nbytes();
+    }
+  };
+  std::vector<at::Tensor> keep = std::move(outs);
+  keep.insert(keep.end(), {sent, received});
+  std::vector<int64_t> equal;
+  return start(
+      group, std::move(keep),
+      [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, sum);
+}
+
 }  // namespace
 
 Pending::Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
@@ -143,6 +165,8 @@ Pending Group::all_reduce(at::Tensor tensor) {
   return start(*impl_, cargo, [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
 }
 
+bool Group::messages_are_dear() const { return size() > 1 && !impl_->native_reduce_scatter; }
+
 Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   check_parts(*impl_, "reduce_scatter", full, shard);
   if (shard.numel() == 0) return {};
@@ -155,21 +179,14 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   if (impl_->native_reduce_scatter) {
     return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(out, in); });
   }
+  if (out.is_cpu()) return reduce_here(*impl_, {out}, in.view(at::kByte));
   at::Tensor parts = at::empty_like(in);
   auto sum = [out, parts, size = size()]() mutable {
-    if (!out.is_cpu()) {
-      const at::Tensor rows = parts.view({size, -1});
-      const auto wide = c10::promoteTypes(out.scalar_type(), at::kFloat);
-      at::Tensor total = rows[0].to(out.is_floating_point() ? wide : out.scalar_type(), /*non_blocking=*/true, true);
-      for (int r = 1; r < size; ++r) total.add_(rows[r]);
-      out.copy_(total);
-      return;
-    }
-    const int64_t stride = out.numel() * out.element_size();
-    std::vector<const void*> inputs;
-    for (int r = 0; r < size; ++r) inputs.push_back(static_cast<const char*>(parts.data_ptr()) + r * stride);
-    void* output = out.data_ptr();
-    reduce_in_order(inputs, std::span<void* const>(&output, 1), out.numel(), out.scalar_type(), Reduction::sum);
+    const at::Tensor rows = parts.view({size, -1});
+    const auto wide = c10::promoteTypes(out.scalar_type(), at::kFloat);
+    at::Tensor total = rows[0].to(out.is_floating_point() ? wide : out.scalar_type(), /*non_blocking=*/true, true);
+    for (int r = 1; r < size; ++r) total.add_(rows[r]);
+    out.copy_(total);
   };
   at::Tensor received = parts.view(at::kByte);
   at::Tensor sent = in.view(at::kByte);
@@ -177,6 +194,30 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   return start(
       *impl_, {out, in, parts},
       [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, std::move(sum));
+}
+
+Pending Group::reduce_scatter(const std::vector<Part>& parts) {
+  if (parts.size() == 1) return reduce_scatter(parts[0].shard, parts[0].full);
+  if (size() == 1) {
+    for (const Part& part : parts) reduce_scatter(part.shard, part.full);
+    return {};
+  }
+  int64_t row = 0;  // bytes for one rank
+  for (const Part& part : parts) {
+    check_parts(*impl_, "reduce_scatter", part.full, part.shard);
+    row += static_cast<int64_t>(part.shard.nbytes());
+  }
+  if (row == 0) return {};
+  std::vector<at::Tensor> outs;
+  const at::Tensor sent = at::empty({size(), row}, at::kByte);
+  int64_t offset = 0;
+  for (const Part& part : parts) {
+    const int64_t bytes = static_cast<int64_t>(part.shard.nbytes());
+    sent.narrow(1, offset, bytes).copy_(as_real(part.full).view(at::kByte).view({size(), bytes}));
+    outs.push_back(as_real(part.shard));
+    offset += bytes;
+  }
+  return reduce_here(*impl_, std::move(outs), sent.view({-1}));
 }
 
 at::Tensor Group::all_to_all(const at::Tensor& full, const Where& where) {

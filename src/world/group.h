@@ -62,6 +62,14 @@ class Group {
   Pending all_reduce(at::Tensor tensor);
   // full has size() equal parts; shard becomes the sum of everybody's part rank().
   Pending reduce_scatter(at::Tensor shard, at::Tensor full);
+  // Several of them, on the host, as one message.
+  struct Part {
+    at::Tensor shard;
+    at::Tensor full;
+  };
+  Pending reduce_scatter(const std::vector<Part>& parts);
+  // Whether a message costs more than copying small ones together.
+  bool messages_are_dear() const;
   Pending all_gather(at::Tensor full, at::Tensor shard);
   // full has size() equal parts; everybody's part rank(), in rank order.
   at::Tensor all_to_all(const at::Tensor& full, const Where& where);

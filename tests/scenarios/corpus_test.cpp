@@ -34,6 +34,26 @@ TEST_P(Corpus, EqualsTheReference) {
   }
 }
 
+// Small reductions travel together, as they do over gloo; here two by two.
+class CorpusTogether : public testing::TestWithParam<std::tuple<size_t, std::string>> {};
+
+TEST_P(CorpusTogether, EqualsTheReference) {
+  const auto& [index, strategy] = GetParam();
+  Scenario scenario = corpus()[index];
+  scenario.options.bucket_bytes = 2000;
+  if (!scenario.refused_with_pieces.empty()) GTEST_SKIP() << "refused where gradients are sharded";
+  const Outcome expected = play_reference(scenario, 3);
+  EXPECT_EQ(difference(expected, play_engine(scenario, 3, strategy, 2, /*dear=*/true), scenario.tolerance), "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, CorpusTogether,
+                         testing::Combine(testing::Range<size_t>(0, corpus().size()),
+                                          testing::Values("zero2", "zero3")),
+                         [](const auto& info) {
+                           const Scenario& scenario = corpus()[std::get<0>(info.param)];
+                           return scenario.id + "_" + scenario.name + "_" + std::get<1>(info.param);
+                         });
+
 std::vector<std::string> strategy_names() {
   std::vector<std::string> names;
   for (const Strategy& row : strategies()) names.push_back(row.name);

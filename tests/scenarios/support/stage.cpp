@@ -4,6 +4,8 @@
 #include <mutex>
 #include <thread>
 
+#include "world/world_impl.h"
+
 namespace plumb::scenarios {
 
 // One rank of the reference runs at a time, in rank order, from one meeting to the next.
@@ -220,10 +222,11 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   return outcome;
 }
 
-Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of) {
+Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of, bool dear) {
   Outcome outcome;
   run_local(ranks,
             [&](World world) {
+              if (dear && ranks > 1) world.impl().data->native_reduce_scatter = false;
               Outcome mine = play_on(world, scenario, strategy);
               if (world.rank() == of) outcome = std::move(mine);
             },

@@ -83,8 +83,8 @@ struct Outcome {
 };
 
 Outcome play_reference(const Scenario& scenario, int ranks);
-// Rank `of`'s outcome; the ranks are threads over the local backend.
-Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0);
+// Rank `of`'s outcome; the ranks are threads over the local backend, whose messages may be said to be dear.
+Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0, bool dear = false);
 // On a world that exists: for real processes, and for other devices.
 Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy,
                 at::Device device = at::kCPU);

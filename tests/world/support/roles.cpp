@@ -68,6 +68,14 @@ void verbs(const World& world) {
   group.reduce_scatter(shard, at::full({2 * n}, me == 0 ? 256.0 : 0.75, at::kBFloat16)).wait(where);
   must(shard[0].item<float>() == at::full({}, 256.0 + 0.75 * (n - 1)).to(at::kBFloat16).item<float>(), "f32 sums");
 
+  // Several as one message, each in its own dtype.
+  at::Tensor one = at::empty({5});
+  at::Tensor two = at::empty({3}, at::kBFloat16);
+  const at::Tensor whole = at::arange(n).repeat_interleave(5).add(me).to(at::kFloat);
+  group.reduce_scatter({{one, whole}, {two, at::full({3 * n}, me + 1, at::kBFloat16)}}).wait(where);
+  must(at::equal(one, at::full({5}, static_cast<float>(n * me + n * (n - 1) / 2))), "the first of two reduce_scatters");
+  must(at::equal(two, at::full({3}, n * (n + 1) / 2, at::kBFloat16)), "the second of two reduce_scatters");
+
   std::vector<at::Tensor> tensors;
   std::vector<Pending> pending;
   for (int i = 0; i < 16; ++i) {
