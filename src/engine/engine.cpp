@@ -138,6 +138,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
       parameter.set_data(deferred::restore(parameters[i].first, parameter, world, reducer->data()).clone());
     }
     broadcast(buffers, where);
+    if (std::holds_alternative<NoOptimizer>(optimizer)) reducer->leave_parameters_to_user();
     reducer->start();
     if (sharded) {
       units = std::make_shared<Units>(std::move(specs), reducer);
@@ -269,7 +270,7 @@ StepInfo Engine::step() {
       reducer.finish_step();
       return info;
     }
-    scale_gradients(reducer.buckets(), at::scalar_tensor(1.0 / info.loss_scale));
+    scale_gradients(reducer.buckets(), at::scalar_tensor(1.0 / info.loss_scale, at::kDouble));
   }
   const Where norm_at = reducer.here(Where::Kind::step, "the gradient norm");
   if (impl_->options.clip_norm) {

@@ -25,6 +25,7 @@ std::vector<int64_t> Facts::pack() const {
   std::vector<int64_t> words = {static_cast<int64_t>(kind), step, pass, failed, newcomers, rules};
   pack_bits(late, words);
   pack_bits(used, words);
+  pack_bits(changed, words);
   return words;
 }
 
@@ -37,7 +38,9 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.newcomers = words[4];
   facts.rules = words[5];
   facts.late = unpack_bits(words.subspan(kHead), buckets);
-  facts.used = unpack_bits(words.subspan(kHead + (buckets + 63) / 64), parameters);
+  words = words.subspan(kHead + (buckets + 63) / 64);
+  facts.used = unpack_bits(words, parameters);
+  facts.changed = unpack_bits(words.subspan((parameters + 63) / 64), parameters);
   return facts;
 }
 

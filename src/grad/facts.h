@@ -13,11 +13,12 @@ struct Facts {
   Where::Kind kind = Where::Kind::backward;
   int64_t step = 0;
   int64_t pass = 0;
-  bool failed = false;     // this rank's backward threw: its gradients are incomplete
-  int64_t newcomers = 0;   // digest of the parameters that began to require a gradient; 0: none
-  int64_t rules = 0;       // digest of the dtypes that the parameters' gradients have
-  std::vector<bool> late;  // by bucket: must be reduced (again)
-  std::vector<bool> used;  // by parameter: this rank has a gradient
+  bool failed = false;          // this rank's backward threw: its gradients are incomplete
+  int64_t newcomers = 0;        // digest of the parameters that began to require a gradient; 0: none
+  int64_t rules = 0;            // digest of the dtypes that the parameters' gradients have
+  std::vector<bool> late;       // by bucket: must be reduced (again)
+  std::vector<bool> used;       // by parameter: this rank has a gradient
+  std::vector<bool> changed{};  // by parameter, at a step: the user changed it since the last one
 
   std::vector<int64_t> pack() const;
   static Facts unpack(std::span<const int64_t> words, size_t buckets, size_t parameters);

@@ -89,6 +89,7 @@ void Reducer::make_gradient(Bucket& bucket, const at::Tensor& old) {
       const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
       std::vector<int64_t> shape(sink->parameter.dim() + 1, 1);
       shape.back() = mine.size();
+      at::AutoDispatchBelowADInplaceOrView plain;
       sink->view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
     } else {
       sink->view = view_in(bucket.gradient, sink->slot.offset, sink->parameter);
@@ -266,14 +267,25 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   check_alive();
   const Sink* sink = sink_of(parameter);
   if (sink == nullptr) return {};
+  if (held_ && data_.size() > 1) {
+    throw Error(world_.rank(), "full_gradient of '" + sink->name +
+                                   "' while gradients of no_sync backwards wait for their reduction; run a backward "
+                                   "outside no_sync first");
+  }
   at::NoGradGuard no_grad;
   Bucket& bucket = buckets_[sink->slot.bucket];
   const Alone alone(bucket.lanes, bucket.device());
   if (!shards_gradient_) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
   make_gradient(bucket);
+  const bool piece = sink->grad().defined() && !sink->grad_in_bucket() && sink->grad_is_piece();
+  at::Tensor mine = bucket.gradient;
+  if (piece && sink->grad().sizes() == sink->view.sizes()) {
+    mine = mine.clone();
+    mine.narrow(0, sink->view.storage_offset() - bucket.gradient.storage_offset(), sink->view.numel())
+        .copy_(sink->grad().reshape(-1));
+  }
   const at::Tensor whole = data_.allocate(bucket.numel, bucket.gradient.options());
-  groups_.shard.all_gather(whole, bucket.gradient)
-      .wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
+  groups_.shard.all_gather(whole, mine).wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
   if (!sink->grad().defined()) return {};
   if (!sink->grad_in_bucket() && !sink->grad_is_piece()) return sink->grad().detach().clone();
   return view_in(whole, sink->slot.offset, parameter).clone();

@@ -1,5 +1,6 @@
 #include "grad/manifest.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -108,6 +109,11 @@ void check_model(int rank, const NamedTensors& parameters) {
       throw Error(rank, c10::str("parameter '", name, "' has layout ", parameter.layout(),
                                  "; only dense parameters can be "
                                  "trained"));
+    }
+    if (at::has_internal_overlap(parameter) == at::MemOverlap::Yes) {
+      throw Error(rank, c10::str("parameter '", name,
+                                 "' uses the same memory for several of its elements (an expanded tensor, sizes ",
+                                 parameter.sizes(), ", strides ", parameter.strides(), "); register a clone of it"));
     }
     if (device && parameter.device() != *device) {
       throw Error(rank, c10::str("parameter '", name, "' is on ", parameter.device(), ", the ones before it are on ",

@@ -64,6 +64,7 @@ void Reducer::start() {
   // Gradients come roughly in the reverse order of the model.
   std::reverse(trainable.begin(), trainable.end());
   admit(trainable);
+  remember_parameters();
 }
 
 std::vector<int> Reducer::newcomers() const {

@@ -37,7 +37,9 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
   Lock lock(mutex_);
   if (stopped_) return gradient;
   check_alive();
-  join_pass(sink, gradient.defined());
+  const bool frozen = !sink.parameter.requires_grad();  // since the forward: autograd drops its gradient
+  join_pass(sink, gradient.defined() && !frozen);
+  if (frozen) return gradient;
   Bucket& bucket = buckets_[sink.slot.bucket];
   if (eaten_) {
     if (gradient.defined()) take(sink, gradient);
@@ -49,7 +51,7 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
 
 void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
   Lock lock(mutex_);
-  if (stopped_ || !open_) return;
+  if (stopped_ || !open_ || !sink.parameter.requires_grad()) return;
   Bucket& bucket = buckets_[sink.slot.bucket];
   if (gradient.defined()) {
     ledger_.delivered(sink.index);
@@ -104,6 +106,7 @@ void Reducer::open_pass() {
     }
   }
   untangle();
+  renew_kept();
   hold_launches_ = follow_rules();
   if (deterministic_) prepare_share();
 }
@@ -125,14 +128,47 @@ bool Reducer::follow_rules() {
     if (dtype != bucket.dtype) {
       const Alone alone(bucket.lanes, bucket.device());
       bucket.dtype = dtype;
-      const at::Tensor old = bucket.gradient;
-      if (old.defined()) keep_for_current(old);
-      bucket.gradient.reset();
-      if (old.defined()) make_gradient(bucket, old);
+      renew(bucket);
     }
   }
   rules_ = digest.value();
   return changed;
+}
+
+// A gradient that somebody keeps although .grad was cleared or replaced is his: the bucket gets other memory.
+void Reducer::renew_kept() {
+  const auto kept = [](const Bucket& bucket) {
+    size_t known = 1;  // holders of the memory: the bucket and the views
+    bool cleared = false;
+    for (const Sink* sink : bucket.sinks) {
+      if (!sink->view.defined()) continue;
+      ++known;
+      if (sink->grad_in_bucket()) continue;
+      if (sink->view.use_count() > 1) return true;
+      cleared = true;
+    }
+    return cleared && bucket.gradient.storage().use_count() > known;
+  };
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.gradient.defined() || !kept(bucket)) continue;
+    const Alone alone(bucket.lanes, bucket.device());
+    renew(bucket);
+  }
+}
+
+// The same gradient in other memory, of the bucket's dtype.
+void Reducer::renew(Bucket& bucket) {
+  const at::Tensor old = bucket.gradient;
+  if (!old.defined()) return;
+  keep_for_current(old);
+  bucket.gradient.reset();
+  std::vector<bool> untouched;  // since a deterministic pass ended
+  for (const Sink* sink : bucket.sinks)
+    untouched.push_back(sink->view.defined() && sink->view._version() == sink->version);
+  make_gradient(bucket, old);
+  for (size_t i = 0; i < untouched.size(); ++i) {
+    if (untouched[i]) bucket.sinks[i]->version = bucket.sinks[i]->view._version();
+  }
 }
 
 // A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of

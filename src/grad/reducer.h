@@ -56,6 +56,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
   void settle_step();
+  // The parameters are as they should be now; without an optimizer of ours, nobody looks.
+  void remember_parameters();
+  void leave_parameters_to_user() { watches_parameters_ = false; }
   // The step is over: the next backward is the first of the next step.
   void finish_step();
 
@@ -103,6 +106,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
   void open_pass();
   void untangle();
+  void renew_kept();
+  void renew(Bucket& bucket);
   bool follow_rules();
   void form_convoys();
   size_t end_of_convoy(size_t begin) const;  // by index of a bucket
@@ -142,6 +147,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void reduce_and_wait(const std::vector<bool>& which, const Where& where);
   void adopt(const std::vector<Facts>& all);
   void throw_if_failed_elsewhere(const std::vector<Facts>& all);
+  std::vector<bool> changed_parameters() const;
+  void check_changes(const std::vector<Facts>& all);
   void check_alive() const;
   // Once for each device of the buckets that has streams.
 
@@ -167,6 +174,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
   std::recursive_mutex mutex_;
   bool stopped_ = false;
+  bool watches_parameters_ = true;
   std::string broken_;  // why communication is over, if it is
   bool rebuilt_ = false;
   int no_sync_ = 0;

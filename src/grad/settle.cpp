@@ -23,6 +23,7 @@ void Reducer::settle_step() {
   for_devices([this](c10::Device device) { callers_.join(device); });
   for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
   untangle();
+  renew_kept();
   std::vector<bool> late;
   for (Bucket& bucket : buckets_) {
     for (Sink* sink : bucket.sinks) {
@@ -38,6 +39,7 @@ void Reducer::settle_step() {
   std::vector<Facts> all;
   try {
     all = agree(Where::Kind::step, late);
+    check_changes(all);
     join_late(all, late);
     if (deterministic_) check_shares();
     admit_newcomers(all, late);
@@ -72,6 +74,7 @@ void Reducer::finish_step() {
   // The next forward reads the parameters where the backwards were called.
   for_devices([this](c10::Device device) { callers_.follow(device); });
   callers_.clear();
+  remember_parameters();
   ++steps_;
   passes_ = 0;
   std::erase_if(spares_, [](const at::Tensor& spare) { return spare.nbytes() > kSmallSpare; });

@@ -36,7 +36,7 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   if (scale == 1.0) {
     to.copy_(from);
   } else {
-    at::mul_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(scale));
+    at::mul_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(scale, at::kDouble));
   }
 }
 
@@ -137,6 +137,7 @@ Range overlap(const Slot& slot, int64_t numel, const Range& part) {
 
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView plain;  // autograd knows it as a tensor of its own, as any gradient
   if (parameter.is_non_overlapping_and_dense()) {
     return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + offset);
   }

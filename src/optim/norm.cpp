@@ -84,7 +84,8 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
     shard.all_reduce(norm).wait(where);
     norm = norm.sqrt();
   }
-  return norm.to(at::kFloat);
+  const bool wide = std::any_of(buckets.begin(), buckets.end(), [](const Bucket& b) { return b.dtype == at::kDouble; });
+  return wide ? norm : norm.to(at::kFloat);
 }
 
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit) {

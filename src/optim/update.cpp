@@ -141,6 +141,10 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
             "' was changed since the last step, and step() is captured into a graph, which would "
             "copy it back at every replay; run a step first");
   if (away) {
+    check(rank_, parameter.scalar_type() == state.home.scalar_type() && parameter.sizes() == state.home.sizes(),
+          c10::str("parameter '", sink.name, "' became ", parameter.scalar_type(), " ", parameter.sizes(), "; it was ",
+                   state.home.scalar_type(), " ", state.home.sizes(),
+                   " when its engine was built; build a new engine after changing a model"));
     state.home.copy_(parameter);
     keep_for_current(parameter);
     parameter.set_data(state.home);

@@ -18,11 +18,14 @@ void fill_storage(Storage& storage, size_t bytes) {
   storage.set_nbytes(bytes);
 }
 
+// Where the message can be given, the storage keeps its size, so that no shape is found wanting before.
 template <class Storage>
-void empty_storage(Storage& storage, const std::string& message) {
+void empty_storage(Storage& storage, const std::string& message, bool keeps_size = false) {
+  const size_t bytes = CanExplain<Storage> && keeps_size ? storage.nbytes() : 0;
   storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
   storage.set_nbytes(size_t{0});
   if constexpr (CanExplain<Storage>) storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  storage.set_nbytes(bytes);
 }
 
 }  // namespace plumb

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "grad/node.h"
 #include "plumb/error.h"
@@ -54,6 +55,7 @@ Units::Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer)
     settle_in(home);
   }
   for (const UnitSpec& spec : specs_) homes_of_unit_.push_back(homes_of(spec.parameters));
+  reducer_.remember_parameters();
 }
 
 Units::~Units() {
@@ -103,6 +105,8 @@ void Units::settle_in(Home& home) {
     keep_for_current(sink->parameter);
     at::Tensor parameter = sink->parameter;
     parameter.set_data(place);
+    home_of_[parameter.unsafeGetTensorImpl()] = &home;
+    home.shapes.push_back(parameter.sizes().vec());
   }
   bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
   reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
@@ -155,6 +159,7 @@ void Units::gather(Home& home) {
   fill_storage(storage, bytes);
   home.full = true;
   home.complete = false;
+  home.versions = versions(home);
   if (home.peers.empty()) {
     home.arriving = reducer_.gathers().shard.all_gather(home.whole, home.bucket->parameter);
     return;
@@ -183,7 +188,8 @@ void Units::release(Home& home) {
                 "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
                     home.bucket->sinks[0]->name +
                     "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
-                    "inside engine.gathered({...})");
+                    "inside engine.gathered({...})",
+                /*keeps_size=*/true);
   home.full = false;
 }
 
@@ -229,6 +235,10 @@ void Units::let_go(const std::vector<Home*>& homes) {
 }
 
 void Units::enter(int unit) {
+  {
+    Lock lock(mutex_);
+    check_nothing_lost();
+  }
   hold(homes_of_unit_[unit]);
   saved::push(shared_from_this(), unit);
 }
@@ -236,6 +246,7 @@ void Units::enter(int unit) {
 void Units::leave(int unit) {
   saved::pop();
   Lock lock(mutex_);
+  note_changes(unit);
   // A forward that runs again inside a backward is followed by its own backward.
   if (torch::autograd::get_current_graph_task_id() >= 0 && at::GradMode::is_enabled()) {
     if (backward::listen(shared_from_this())) ++tasks_;
@@ -254,23 +265,9 @@ void Units::let_go(const std::vector<at::Tensor>& parameters) {
   let_go(homes_of(parameters));
 }
 
-void Units::publish(const std::vector<at::Tensor>& parameters) {
-  Lock lock(mutex_);
-  at::NoGradGuard no_grad;
-  const Where where = reducer_.here(Where::Kind::step, "publishing what rank 0 wrote");
-  reducer_.control().barrier().wait(where);  // nobody reads the shards any more
-  for (Home* home : homes_of(parameters)) {
-    const Alone alone(home->lanes, home->whole.device());
-    reducer_.data().broadcast(home->whole, 0).wait(where);
-    const Range& held = home->bucket->held;
-    home->bucket->parameter.copy_(home->whole.narrow(0, held.begin, held.size()));
-    for (Sink* sink : home->bucket->sinks) sink->parameter.unsafeGetTensorImpl()->bump_version();
-  }
-  reducer_.control().barrier().wait(where);
-}
-
 void Units::begin_update() {
   Lock lock(mutex_);
+  check_nothing_lost();
   for (Home& home : homes_) {
     if (home.holds > 0) {
       throw Error(reducer_.world().rank(), "step() while the parameters beside '" + home.bucket->sinks[0]->name +
@@ -278,6 +275,7 @@ void Units::begin_update() {
     }
     release(home);
     home.lanes.begin_all(home.whole.device());
+    bring_home(home);
   }
 }
 
@@ -288,20 +286,6 @@ void Units::end_update() {
   const bool reads_in_place =
       std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
   if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
-}
-
-bool Units::owns(const at::Tensor& parameter) const {
-  return parameter.has_storage() && homes_of_.contains(parameter.storage().unsafeGetStorageImpl());
-}
-
-std::vector<Units::Home*> Units::homes_of(const std::vector<at::Tensor>& parameters) const {
-  std::vector<Home*> homes;
-  for (const at::Tensor& parameter : parameters) {
-    if (!owns(parameter)) continue;
-    Home* home = homes_of_.at(parameter.storage().unsafeGetStorageImpl());
-    if (std::find(homes.begin(), homes.end(), home) == homes.end()) homes.push_back(home);
-  }
-  return homes;
 }
 
 int64_t Units::gathered_bytes() const {

@@ -53,8 +53,8 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void begin_update();
   void end_update();
 
-  bool owns(const at::Tensor& parameter) const;
-  int64_t gathered_bytes() const;  // right now
+  bool owns(const at::Tensor& parameter) const;  // also one that was given other memory
+  int64_t gathered_bytes() const;                // right now
 
   // Inside a node's backward: gathers what it saved.
   void need(int unit);
@@ -73,9 +73,11 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
     int holds = 0;
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
     bool full = false;
-    bool complete = false;  // its last gradient of this pass has come
-    bool ahead = false;     // gathered, or on its way, before anybody asked
-    Pending arriving{};     // the collective that fills it
+    bool complete = false;           // its last gradient of this pass has come
+    bool ahead = false;              // gathered, or on its way, before anybody asked
+    Pending arriving{};              // the collective that fills it
+    std::vector<std::vector<int64_t>> shapes;  // of the parameters
+    std::vector<uint32_t> versions;  // of the parameters when it became full
   };
   struct ReaderHook;
 
@@ -84,6 +86,11 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void use_together(Home& home);
   void gather(Home& home);
   void receive(Home& home);
+  static std::vector<uint32_t> versions(const Home& home);
+  void bring_home(Home& home);
+  void note_changes(int unit);
+  void check_nothing_lost();
+  bool owns_memory_of(const at::Tensor& parameter) const;
   Where gathering(const Home& home) const;
   void release(Home& home);
   void release_ahead();
@@ -103,10 +110,12 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<Home> homes_;
   std::vector<std::vector<Home*>> homes_of_unit_;
   std::unordered_map<const c10::StorageImpl*, Home*> homes_of_;
-  Order order_;                                       // of gathers by collectives
-  std::deque<int> recent_;                            // units the running backwards needed last
-  std::map<const void*, std::vector<Home*>> hooked_;  // nodes that tell when they are done
-  int tasks_ = 0;                                     // backwards under way
+  std::unordered_map<const c10::TensorImpl*, Home*> home_of_;  // by parameter
+  std::string lost_;                                           // a parameter that was changed where nobody else sees it
+  Order order_;                                                // of gathers by collectives
+  std::deque<int> recent_;                                     // units the running backwards needed last
+  std::map<const void*, std::vector<Home*>> hooked_;           // nodes that tell when they are done
+  int tasks_ = 0;                                              // backwards under way
 };
 
 }  // namespace plumb

@@ -145,6 +145,34 @@ TEST(Engine, WithoutAnOptimizerServesTheUsersOwn) {
   });
 }
 
+// torch's optimizers clear gradients by detaching them in place.
+TEST(Engine, GradientsCanBeDetachedInPlace) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      auto weight = leaf({1, 2, 3});
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, NoOptimizer{}, {.strategy = strategy});
+      for (int i = 0; i < 2; ++i) {
+        (weight * (world.rank() + 1)).sum().backward();
+        weight.mutable_grad().detach_();
+        weight.mutable_grad().zero_();
+      }
+      EXPECT_FALSE(weight.grad().is_view());
+    });
+  }
+}
+
+TEST(Engine, GivesTheWholeOfAGradientThatTheUserReplaced) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    run_local(2, [&](World world) {
+      auto weight = leaf({1, 2, 3});
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{}, {.strategy = strategy});
+      (weight * (world.rank() + 1)).sum().backward();
+      weight.mutable_grad() = weight.grad() * 0.5;
+      expect_close(engine.full_gradient(weight), {0.75, 0.75, 0.75});
+    });
+  }
+}
+
 TEST(Engine, LeavesAUsableModelBehind) {
   run_local(2, [&](World world) {
     auto weight = leaf({1, 2});

@@ -235,6 +235,46 @@ TEST(Ranks, ThatClearDifferentGradientsGetAnError) {
                      }),
               Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("none on rank 1"))));
 }
+TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    EXPECT_THAT(errors(3,
+                       [&](World world) {
+                         at::Tensor a = leaf({4}), b = leaf({70});
+                         Engine engine(world, {{"a", a}, {"b", b}}, {}, SGD{.lr = 0.1}, {.strategy = strategy});
+                         for (int step = 0; step < 3; ++step) {
+                           (a.sum() + b.sum()).backward();
+                           engine.step();
+                           engine.zero_grad();
+                           at::NoGradGuard no_grad;
+                           a.fill_(step);  // alike
+                           if (step == 1) b.fill_(world.rank() == 2 ? 1 : 2);
+                           if (step == 0 && world.rank() == 1) b.add_(0);  // changes nothing
+                         }
+                       }),
+                Each(AllOf(HasSubstr("'b'"), HasSubstr("other values on rank 2"))));
+  }
+}
+
+TEST(Engine, RefusesAParameterThatUsesItsMemoryTwice) {
+  EXPECT_THAT(errors(1,
+                     [](World world) {
+                       Engine engine(world, {{"w", at::zeros({1, 3}).expand({4, 3}).requires_grad_()}}, {}, SGD{});
+                     }),
+              Each(AllOf(HasSubstr("'w'"), HasSubstr("expanded"))));
+}
+
+TEST(Engine, GivesNoWholeGradientWhileOneIsHeld) {
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       at::Tensor w = leaf({4});
+                       Engine engine(world, {{"w", w}}, {}, SGD{});
+                       const auto quiet = engine.no_sync();
+                       w.sum().backward();
+                       engine.full_gradient(w);
+                     }),
+              Each(AllOf(HasSubstr("'w'"), HasSubstr("no_sync"))));
+}
+
 TEST(Engine, SaysSoWhenAHookTakesAGradientAway) {
   EXPECT_THAT(errors(2,
                      [](World world) {

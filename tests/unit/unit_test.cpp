@@ -111,6 +111,83 @@ TEST(Units, AChangeThatWouldBeLostIsAnError) {
   });
 }
 
+TEST(Units, AChangeThroughAUnitIsAnErrorAtTheNextUse) {
+  on_two([](World, Net& net, Engine& engine) {
+    {
+      at::NoGradGuard no_grad;
+      net.first->up->weight.clamp_(-0.1, 0.1);
+    }
+    EXPECT_THAT([&] { engine.step(); },
+                testing::ThrowsMessage<Error>(testing::AllOf(testing::HasSubstr("first.up.weight"),
+                                                             testing::HasSubstr("changed through its unit"))));
+    engine.step();  // told once
+  });
+}
+
+TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    on_two(
+        [](World world, Net& net, Engine& engine) {
+          const at::Tensor weight = net.first->up->weight;
+          const at::Tensor values = at::linspace(-1, 1, weight.numel()).view(weight.sizes());
+          at::Tensor target = weight;
+          target.set_data(values.clone());
+          const at::Tensor x = torch::ones({2, 6});
+          net.forward(x).pow(2).sum().backward();
+          const at::Tensor gradient = engine.full_gradient(weight);
+          engine.step();
+          EXPECT_TRUE(engine.full_parameter(weight).allclose(values - 0.1 * gradient)) << "rank " << world.rank();
+        },
+        strategy);
+  }
+}
+
+TEST(Units, OtherMemoryMustHoldTheSameOnEveryRank) {
+  for (const bool both : {true, false}) {
+    on_two([both](World world, Net& net, Engine& engine) {
+      at::Tensor weight = net.first->up->weight;
+      net.forward(torch::ones({2, 6})).pow(2).sum().backward();
+      if (both || world.rank() == 1) weight.set_data(at::full(weight.sizes(), world.rank() * 1.0));
+      EXPECT_THAT([&] { engine.step(); },
+                  testing::ThrowsMessage<Error>(testing::AllOf(testing::HasSubstr("first.up.weight"),
+                                                               testing::HasSubstr("other values on rank 1"))));
+    });
+  }
+}
+
+TEST(Units, WhatIsLoadedInsideAWritableScopeIsEverybodys) {
+  on_two([](World world, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight;
+    {
+      at::NoGradGuard no_grad;
+      const auto scope = engine.gathered({weight}, Access::write);
+      at::Tensor target = weight;
+      target.set_data(at::full(weight.sizes(), world.rank() == 0 ? 0.5 : 3.0));
+    }
+    EXPECT_TRUE(engine.full_parameter(weight).eq(0.5).all().item<bool>());
+    net.forward(torch::ones({1, 6})).sum().backward();
+    engine.step();
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+TEST(Units, AParameterOfAnotherDtypeOrShapeIsAnErrorAtTheNextStep) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    for (const at::Tensor& other : {at::ones({12, 6}, at::kDouble), at::ones({3, 2})}) {
+      on_two(
+          [&](World, Net& net, Engine& engine) {
+            net.forward(torch::ones({1, 6})).sum().backward();
+            engine.step();
+            at::Tensor weight = net.first->up->weight;
+            net.forward(torch::ones({1, 6})).sum().backward();
+            weight.set_data(other.clone());
+            EXPECT_THROW(engine.step(), std::exception);
+          },
+          strategy);
+    }
+  }
+}
+
 TEST(Units, AStepInsideAScopeIsAnError) {
   on_two([](World, Net& net, Engine& engine) {
     const auto scope = engine.gathered(net.parameters());

@@ -208,6 +208,48 @@ std::vector<Scenario> accumulation_scenarios() {
       stage.zero_grad();
     }
   }));
+  // As methods that weigh the gradients of two tasks against each other do.
+  all.push_back({"A4", "KeepsGradientsThatWereCleared", [] { return std::make_shared<Keeper>(); },
+                 [](Stage& stage) {
+                   auto& net = stage.as<Keeper>();
+                   for (int step = 0; step < 3; ++step) {
+                     stage.share(net.loss_left(stage.input({4, 6}, step))).backward();
+                     stage.all([&] {
+                       net.kept.clear();
+                       for (auto& p : net.parameters()) {
+                         net.kept.push_back(p.grad());
+                         if (p.grad().defined() && p.dim() == 1) net.kept.back() = p.grad().detach().view({-1});
+                         p.mutable_grad().reset();
+                       }
+                     });
+                     stage.share(net.loss(stage.input({4, 6}, step + 10))).backward();
+                     stage.all([&] {
+                       at::NoGradGuard no_grad;
+                       size_t next = 0;
+                       for (auto& p : net.parameters()) {
+                         const at::Tensor kept = net.kept[next++];
+                         if (p.grad().defined() && kept.defined())
+                           p.mutable_grad() = p.grad() * 0.5 + kept.view_as(p.grad());
+                       }
+                     });
+                     stage.step();
+                     stage.zero_grad();
+                   }
+                 }});
+  all.push_back(on_net("A6", "FreezesBetweenForwardAndBackward", [](Stage& stage) {
+    auto& net = stage.as<Net>();
+    for (int step = 0; step < 3; ++step) {
+      auto loss = stage.share(net.loss(stage.input({4, 6}, step)));
+      stage.all([&] {
+        net.middle->weight.set_requires_grad(step == 1);
+        net.left->bias.set_requires_grad(step != 1);
+      });
+      loss.backward();
+      stage.all([&] { net.middle->weight.set_requires_grad(true), net.left->bias.set_requires_grad(true); });
+      stage.step();
+      stage.zero_grad();
+    }
+  }));
   all.push_back(on_net("A6", "FreezesAfterTheFirstStep", [](Stage& stage) {
     for (int step = 0; step < 4; ++step) {
       if (step == 1) stage.all([&] { stage.as<Net>().body->weight.set_requires_grad(false); });

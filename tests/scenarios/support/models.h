@@ -27,6 +27,11 @@ struct Net : torch::nn::Module {
   Unit<torch::nn::Linear> body{nullptr}, middle{nullptr}, left{nullptr}, right{nullptr}, spare{nullptr};
 };
 
+// Gradients that the user keeps.
+struct Keeper : Net {
+  std::vector<at::Tensor> kept;
+};
+
 // Layers of one size, each a unit: whatever is mixed up fits.
 struct Alike : torch::nn::Module {
   explicit Alike(int length) {

@@ -64,6 +64,22 @@ std::vector<Scenario> number_scenarios() {
     scenario.tolerance = tolerance;
     all.push_back(scenario);
   };
+  Scenario wide{"N1", "F64GradientsKeepTheirDigits",
+                [] {
+                  auto net = std::make_shared<Net>();
+                  net->to(at::kDouble);
+                  return net;
+                },
+                [](Stage& stage) {
+                  for (int step = 0; step < 2; ++step) {
+                    stage.share(stage.as<Net>().loss(stage.input({4, 6}, step).to(at::kDouble))).backward();
+                    stage.step();
+                    stage.zero_grad();
+                  }
+                }};
+  wide.options.clip_norm = 0.01;
+  wide.tolerance = 1e-12;
+  all.push_back(std::move(wide));
   // bf16 keeps 8 bits: sums of ranks in another order differ by a unit in the last place of a parameter.
   half("AnF32GradientOfABf16ParameterRuleUnset", [](at::Tensor&) {}, 1, 2e-2);
   half("AnF32GradientOfABf16ParameterRuleF32", [](at::Tensor& weight) { weight.set_grad_dtype(at::kFloat); }, 1, 1e-2);
