@@ -95,7 +95,7 @@ class NoSync {
 
 enum class Access { read, write };
 
-// Keeps parameters whole; see Engine::gathered. Throws at its end if a change would be lost.
+// Keeps parameters whole; see Engine::gathered. Throws at its end if a change would be lost: hold it as a local variable.
 class Gathered {
  public:
   Gathered(Engine& engine, std::vector<at::Tensor> parameters, Access access);

@@ -122,6 +122,12 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     const Strategy& row = strategy(options.strategy);
     const bool sharded =
         row.parameter == Placement::sharded && mesh_of(row, options.mesh, world.size()).shard > 1 && !specs.empty();
+    if (row.parameter == Placement::sharded && specs.empty() && world.size() > 1 && world.rank() == 0) {
+      TORCH_WARN(
+          "plumb: strategy '", options.strategy, "' shards the parameters of units, and this model has none: every ",
+          "parameter stays whole. Hold modules as plumb::Unit<...>; one that is only passed on, to a Sequential say, ",
+          "is none.");
+    }
     if (!sharded) specs.clear();
     const std::vector<int> unit_of = assign(parameters, specs);
     reducer = std::make_shared<Reducer>(world, parameters, unit_of, options);

@@ -13,6 +13,7 @@ std::vector<Facts> Reducer::agree(Where::Kind kind, std::vector<bool> late) {
   mine.rules = rules_;
   mine.late = std::move(late);
   for (const Sink& sink : sinks_) mine.used.push_back(sink.grad().defined() || sink.given);
+  if (kind == Where::Kind::step) mine.factor = factor_of_pieces();
   mine.changed = kind == Where::Kind::step ? changed_parameters() : std::vector<bool>(sinks_.size());
   if (control_.size() == 1) return {mine};
   std::vector<Facts> all;

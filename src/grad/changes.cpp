@@ -1,7 +1,9 @@
-// Changes: what the user did to whole parameters between two steps must have come out the same on every rank.
+// Changes: what the user did to whole parameters between two steps, and to gradients before one, must have come out the
+// same on every rank.
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "grad/reducer.h"
@@ -30,6 +32,17 @@ int64_t digest_of(const at::Tensor& parameter) {
 // Where a parameter lies. One of a unit has memory only now and then, and a storage always.
 const void* place_of(const Sink& sink) {
   return sink.unit >= 0 ? sink.parameter.storage().unsafeGetStorageImpl() : sink.parameter.const_data_ptr();
+}
+
+// Of a piece in f32 or f64; otherwise nothing is said.
+std::optional<std::array<double, 2>> ends_of(const at::Tensor& piece) {
+  if (piece.scalar_type() != at::kFloat && piece.scalar_type() != at::kDouble) return std::nullopt;
+  const at::Tensor flat = piece.detach().reshape(-1);
+  const auto value = [&](int64_t i) {
+    return flat.scalar_type() == at::kFloat ? static_cast<double>(flat.const_data_ptr<float>()[i])
+                                            : flat.const_data_ptr<double>()[i];
+  };
+  return std::array<double, 2>{value(0), value(flat.numel() - 1)};
 }
 
 bool changed(const Sink& sink) {
@@ -75,6 +88,60 @@ void Reducer::check_changes(const std::vector<Facts>& all) {
                                      std::to_string(rank) +
                                      " than on rank 0; change it alike on every rank, or on rank 0 inside "
                                      "engine.gathered({...}, Access::write)");
+    }
+  }
+}
+
+// ---- pieces of gradients
+
+// Clipping by the norm of a rank's own pieces scales them, on each rank by another factor. To notice, two elements of every
+// piece are remembered; all of a rank's pieces scaled alike, and those of its neighbour, with which it shares a
+// parameter, otherwise, is not what anybody means.
+void Reducer::sample_pieces() {
+  if (!shards_gradient_ || deterministic_ || groups_.shard.size() == 1) return;
+  for (Sink& sink : sinks_) {
+    sink.samples.reset();
+    if (!sink.grad_in_bucket() || !sink.view.is_cpu() || sink.view.numel() == 0) continue;
+    sink.samples = ends_of(sink.view);
+  }
+}
+
+double Reducer::factor_of_pieces() const {
+  double factor = 0;
+  int seen = 0;
+  for (const Sink& sink : sinks_) {
+    if (!sink.samples || !sink.grad().defined() || !sink.grad().is_cpu()) continue;
+    if (sink.grad().sizes() != sink.view.sizes()) continue;
+    const auto now = ends_of(sink.grad());
+    if (!now) return 0;
+    for (size_t i = 0; i < now->size(); ++i) {
+      if ((*sink.samples)[i] == 0) continue;
+      const double ratio = (*now)[i] / (*sink.samples)[i];
+      if (seen++ == 0) factor = ratio;
+      if (!(std::abs(ratio - factor) <= 1e-5 * std::abs(factor))) return 0;
+    }
+  }
+  return seen < 4 ? 0 : factor;
+}
+
+void Reducer::check_factors(const std::vector<Facts>& all) {
+  const auto shards = static_cast<size_t>(groups_.shard.size());
+  for (Sink& sink : sinks_) sink.samples.reset();
+  for (size_t rank = 0; rank + 1 < all.size(); ++rank) {
+    const double mine = all[rank].factor, next = all[rank + 1].factor;
+    const size_t part = rank % shards;
+    if (part + 1 == shards || mine == 0 || next == 0) continue;
+    if (std::abs(mine - next) <= 1e-4 * std::max(std::abs(mine), std::abs(next))) continue;
+    for (const Sink& sink : sinks_) {
+      const auto index = static_cast<size_t>(sink.index);
+      const int64_t cut =
+          buckets_[sink.slot.bucket].numel / static_cast<int64_t>(shards) * static_cast<int64_t>(part + 1);
+      const bool cuts = sink.slot.offset < cut && cut < sink.slot.offset + sink.parameter.numel();
+      if (!cuts || !all[rank].used[index] || !all[rank + 1].used[index]) continue;
+      throw Error(world_.rank(), c10::str("the pieces of gradients were scaled by ", mine, " on rank ", rank,
+                                          " and by ", next, " on rank ", rank + 1, ", those of parameter '", sink.name,
+                                          "' among them; a norm of pieces (clip_grad_norm_) is each rank's own: use "
+                                          "Options::clip_norm, which clips by the norm of all of them"));
     }
   }
 }

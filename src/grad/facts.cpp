@@ -1,5 +1,7 @@
 #include "grad/facts.h"
 
+#include <bit>
+
 namespace plumb {
 namespace {
 
@@ -17,12 +19,13 @@ std::vector<bool> unpack_bits(std::span<const int64_t> words, size_t count) {
   return bits;
 }
 
-constexpr size_t kHead = 6;
+constexpr size_t kHead = 7;
 
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {static_cast<int64_t>(kind), step, pass, failed, newcomers, rules};
+  std::vector<int64_t> words = {static_cast<int64_t>(kind),    step, pass, failed, newcomers, rules,
+                                std::bit_cast<int64_t>(factor)};
   pack_bits(late, words);
   pack_bits(used, words);
   pack_bits(changed, words);
@@ -37,6 +40,7 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.failed = words[3] != 0;
   facts.newcomers = words[4];
   facts.rules = words[5];
+  facts.factor = std::bit_cast<double>(words[6]);
   facts.late = unpack_bits(words.subspan(kHead), buckets);
   words = words.subspan(kHead + (buckets + 63) / 64);
   facts.used = unpack_bits(words, parameters);

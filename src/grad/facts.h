@@ -16,6 +16,7 @@ struct Facts {
   bool failed = false;          // this rank's backward threw: its gradients are incomplete
   int64_t newcomers = 0;        // digest of the parameters that began to require a gradient; 0: none
   int64_t rules = 0;            // digest of the dtypes that the parameters' gradients have
+  double factor = 0;            // by which the user scaled this rank's pieces, all of them alike; 0: not known
   std::vector<bool> late;       // by bucket: must be reduced (again)
   std::vector<bool> used;       // by parameter: this rank has a gradient
   std::vector<bool> changed{};  // by parameter, at a step: the user changed it since the last one

@@ -327,6 +327,7 @@ void Reducer::close_synced_pass() {
     reduce_and_wait(late, where);
     adopt(all);
     for (Sink& sink : sinks_) sink.given = false;
+    sample_pieces();
   } catch (const std::exception& error) {
     broken_ = error.what();
     throw;

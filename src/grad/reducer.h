@@ -149,6 +149,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   void throw_if_failed_elsewhere(const std::vector<Facts>& all);
   std::vector<bool> changed_parameters() const;
   void check_changes(const std::vector<Facts>& all);
+  void sample_pieces();
+  double factor_of_pieces() const;
+  void check_factors(const std::vector<Facts>& all);
   void check_alive() const;
   // Once for each device of the buckets that has streams.
 

@@ -40,6 +40,7 @@ void Reducer::settle_step() {
   try {
     all = agree(Where::Kind::step, late);
     check_changes(all);
+    check_factors(all);
     join_late(all, late);
     if (deterministic_) check_shares();
     admit_newcomers(all, late);

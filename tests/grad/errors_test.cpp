@@ -255,6 +255,31 @@ TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
   }
 }
 
+// torch::nn::utils::clip_grad_norm_ takes the norm of this rank's pieces.
+TEST(Ranks, ThatClipTheirOwnPiecesGetAnError) {
+  const auto train = [](double clip, double every) {
+    return errors(2, [=](World world) {
+      static std::mutex building;
+      std::unique_lock lock(building);
+      Net net;
+      lock.unlock();
+      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero2"});
+      for (int step = 0; step < 3; ++step) {
+        net.loss(at::ones({3, 6}) * (step + 1)).backward();
+        if (clip > 0) torch::nn::utils::clip_grad_norm_(net.parameters(), clip);
+        for (auto& p : net.parameters()) {
+          if (p.grad().defined()) p.mutable_grad().mul_(every);
+        }
+        engine.step();
+        engine.zero_grad();
+      }
+    });
+  };
+  EXPECT_THAT(train(0.01, 1), Each(AllOf(HasSubstr("scaled by"), HasSubstr("Options::clip_norm"))));
+  EXPECT_THAT(train(0, 0.5), Each("none"));
+  EXPECT_THAT(train(1e9, 1), Each("none"));  // nothing to clip
+}
+
 TEST(Engine, RefusesAParameterThatUsesItsMemoryTwice) {
   EXPECT_THAT(errors(1,
                      [](World world) {
