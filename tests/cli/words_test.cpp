@@ -114,6 +114,10 @@ TEST(Words, SharesMustBeDivisibleAmongTheRanksAndTheBatchAmongThem) {
   expect_usage_error(shares({"--ranks", "2", "--batch", "12"}), {"--batch 12", "8 shares", "16"});
 }
 
+TEST(Words, TheSameBitsAreNotPromisedInFloat16) {
+  expect_usage_error({"train", "--deterministic", "--dtype", "f16"}, {"--deterministic", "--dtype f16", "bf16 or f32"});
+}
+
 TEST(Words, AnEstimateIsToldWhatItNeeds) {
   EXPECT_THAT(run({"estimate", "--help"}).out,
               AllOf(HasSubstr("--params"), HasSubstr("--strategy"), HasSubstr("--json")));
