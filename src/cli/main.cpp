@@ -21,6 +21,7 @@
 #include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "world/environment.h"
 #include "world/group.h"
 
 namespace plumb::cli {
@@ -114,7 +115,7 @@ int run_train(const std::vector<std::string>& words, char** argv) {
     throw UsageError("--device cuda: libtorch finds no CUDA device here; `plumb info` lists what it finds");
   }
   const bool is_rank = error_fd() >= 0;  // started by our own launcher
-  const bool joins = is_rank || (s.ranks == 0 && launched_into_a_world());
+  const bool joins = is_rank || (s.ranks == 0 && read_place().launcher != "none");
   if (joins && s.backend == "local") {
     throw UsageError(
         "--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");

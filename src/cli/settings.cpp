@@ -56,7 +56,8 @@ void check(const Settings& s) {
   if (s.backend == "nccl" && s.device != "cuda") throw UsageError("--backend nccl needs --device cuda");
   if (s.deterministic && s.dtype == "f16") {
     throw UsageError(
-        "--deterministic cannot keep its promise with --dtype f16: a backward's gradients are scaled by its rank's number "
+        "--deterministic cannot keep its promise with --dtype f16: a backward's gradients are scaled by its rank's "
+        "number "
         "of shares, and f16's narrow range rounds them otherwise on other worlds; choose bf16 or f32");
   }
   above_zero("timeout", s.timeout);

@@ -52,6 +52,25 @@ TEST(World, StartsItsOwnWhenRanksAreGivenInsideALaunchersWorld) {
   EXPECT_EQ(result.last()["ranks"], 1);
 }
 
+TEST(World, IsNotHalfDescribed) {
+  for (const auto& [set, unset] : {std::pair{"RANK", "WORLD_SIZE"},
+                                   {"WORLD_SIZE", "RANK"},
+                                   {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                   {"PMI_SIZE", "PMI_RANK"}}) {
+    const Result result = run(tiny({}), {{set, "1"}});
+    expect_one_error_line(result, 1);
+    EXPECT_THAT(result.err, HasSubstr(set + std::string("=1 is set, but ") + unset + " is not"));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST(World, OfOneNeedsNoLauncherWhoeverLeftAVariable) {
+  EXPECT_EQ(run(tiny({"--ranks", "1"}), {{"WORLD_SIZE", "2"}}).code, 0);
+  EXPECT_EQ(run(tiny({}), {{"SLURM_PROCID", "1"}}).code, 0);
+  // A batch script is no task of srun.
+  EXPECT_EQ(run(tiny({}), {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"ENVIRONMENT", "BATCH"}}).code, 0);
+}
+
 TEST(World, CannotBeJoinedByThreads) {
   expect_one_error_line(run(tiny({"--backend", "local"}), place(0, 2, free_port())), 2);
 }
