@@ -13,6 +13,7 @@
 #include "cli/info.h"
 #include "cli/launch.h"
 #include "cli/memory.h"
+#include "cli/output.h"
 #include "cli/process.h"
 #include "cli/settings.h"
 #include "cli/sim.h"
@@ -190,8 +191,13 @@ int run(int argc, char** argv) {
 }  // namespace plumb::cli
 
 int main(int argc, char** argv) {
+  plumb::cli::open_standard_descriptors();
   // libtorch logs, with stack traces, what our errors say in one line. Who wants both sets the variable.
   setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0);
   c10::initLogging();
-  return plumb::cli::guarded([&] { return plumb::cli::run(argc, argv); });
+  return plumb::cli::guarded([&] {
+    const int code = plumb::cli::run(argc, argv);
+    if (code == 0) plumb::cli::check_output();
+    return code;
+  });
 }

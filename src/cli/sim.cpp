@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstdio>
 
+#include "cli/output.h"
 #include "cli/settings.h"
 #include "plumb/sim.h"
 #include "plumb/strategy.h"
@@ -118,7 +119,7 @@ void say(const sim::Played& played, bool json) {
       std::printf("\nseed %llu:\n%s\n", static_cast<unsigned long long>(played.first_bad), played.report.c_str());
     }
   }
-  std::fflush(stdout);
+  flush_output();
 }
 
 }  // namespace

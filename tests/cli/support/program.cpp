@@ -46,9 +46,13 @@ std::vector<double> Result::losses() const {
   return all;
 }
 
-Program::Program(const Words& words, const Environment& extra) {
+std::string program() {
   const char* named = std::getenv("PLUMB_PROGRAM");
-  std::vector<std::string> all = {named ? named : PLUMB_PROGRAM};
+  return named ? named : PLUMB_PROGRAM;
+}
+
+Program::Program(const Words& words, const Environment& extra, const std::string& file) {
+  std::vector<std::string> all = {file};
   all.insert(all.end(), words.begin(), words.end());
   std::vector<char*> argv;
   for (auto& word : all) argv.push_back(word.data());
@@ -156,6 +160,12 @@ std::vector<pid_t> Program::children() const {
 bool Program::alive() const { return kill(-pid_, 0) == 0; }
 
 Result run(const Words& words, const Environment& extra) { return Program(words, extra).wait(); }
+
+Result shell(const std::string& script, const Words& words) {
+  Words all = {"-c", script, "sh"};
+  all.insert(all.end(), words.begin(), words.end());
+  return Program(all, {{"PLUMB", program()}}, "/bin/sh").wait();
+}
 
 Scratch::Scratch() {
   std::string pattern = (fs::temp_directory_path() / "plumb-test-XXXXXX").string();
