@@ -168,6 +168,8 @@ TEST(Words, AConfigFileMustBeThereAndBeUnderstood) {
   expect_usage_error(config("type.toml", "steps = \"three\"\n"), {"line 1", "'steps'", "whole number", "string"});
   expect_usage_error(config("type2.toml", "json = 1\n"), {"line 1", "'json'", "true or false", "integer"});
   expect_usage_error(config("range.toml", "ranks = 0\n"), {"--ranks", "at least 1"});
+  expect_usage_error(config("inf.toml", "\nlr = inf\n"), {"line 2", "'lr'", "finite", "inf"});
+  expect_usage_error(config("nan.toml", "clip = nan\n"), {"line 1", "'clip'", "finite", "nan"});
   EXPECT_FALSE(scratch.has("run"));
 }
 
