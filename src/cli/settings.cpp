@@ -7,7 +7,6 @@
 #include <charconv>
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <sstream>
 
 #include "cli/flags.h"
@@ -41,6 +40,14 @@ void at_most(const std::string& flag, Number value, Number most) {
   throw UsageError(text.str());
 }
 
+// No run is larger than the upper bounds, and no product of two or three of them leaves 64 bits.
+void within(const std::string& flag, int64_t value, int64_t least, int64_t most) {
+  at_least(flag, value, least);
+  at_most(flag, value, most);
+}
+
+constexpr int64_t kMostSteps = 1'000'000'000;
+
 void above_zero(const std::string& flag, double value) {
   if (value > 0) return;
   std::ostringstream text;
@@ -62,21 +69,18 @@ void check(const Settings& s) {
   }
   above_zero("timeout", s.timeout);
   at_most("timeout", s.timeout, 1e6);
-  at_least<int64_t>("virtual-ranks", s.virtual_ranks, 1);
-  at_most<int64_t>("virtual-ranks", s.virtual_ranks, 1 << 20);
-  at_least<int64_t>("threads", s.threads, 0);
-  at_most<int64_t>("threads", s.threads, 1024);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{
-           {"steps", s.steps}, {"batch", s.batch}, {"digits", s.digits}, {"questions", s.questions}}) {
-    at_least<int64_t>(flag, value, 1);
-  }
-  at_most<int64_t>("digits", s.digits, 9);
+  within("virtual-ranks", s.virtual_ranks, 1, 1 << 20);
+  within("threads", s.threads, 0, 1024);
+  within("digits", s.digits, 1, 9);
+  within("steps", s.steps, 1, kMostSteps);
+  within("batch", s.batch, 1, 10'000'000);
+  within("questions", s.questions, 1, 10'000'000);
   above_zero("lr", s.lr);
-  at_least<int64_t>("warmup", s.warmup, 0);
+  within("warmup", s.warmup, 0, kMostSteps);
   at_least("weight-decay", s.weight_decay, 0.0);
   at_least("clip", s.clip, 0.0);
   at_least<int64_t>("seed", s.seed, 0);
-  at_least<int64_t>("eval-every", s.eval_every, -1);
+  within("eval-every", s.eval_every, -1, kMostSteps);
   if (s.data.empty() && s.context < 3 * s.digits + 2) {
     throw UsageError("--context " + std::to_string(s.context) + " is too short: sums of " + std::to_string(s.digits) +
                      " digits need " + std::to_string(3 * s.digits + 2));
@@ -97,20 +101,13 @@ void check_sizes(const Settings& s) {
   above_zero("bucket-mb", s.bucket_mb);
   at_most("bucket-mb", s.bucket_mb, 1e6);
   read_mesh(s.mesh);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers},
-                                                                  {"heads", s.heads},
-                                                                  {"width", s.width},
-                                                                  {"context", s.context},
-                                                                  {"experts", s.experts},
-                                                                  {"top-k", s.top_k},
-                                                                  {"accumulate", s.accumulate}}) {
-    at_least<int64_t>(flag, value, 1);
-  }
-  at_most<int64_t>("experts", s.experts, 10'000);
-  at_most<int64_t>("top-k", s.top_k, s.experts);
-  at_most<int64_t>("layers", s.layers, 10'000);
-  at_most<int64_t>("width", s.width, 1'000'000);
-  at_most<int64_t>("context", s.context, 10'000'000);
+  within("layers", s.layers, 1, 10'000);
+  within("heads", s.heads, 1, 1'000'000);
+  within("width", s.width, 1, 1'000'000);
+  within("context", s.context, 1, 10'000'000);
+  within("experts", s.experts, 1, 10'000);
+  within("top-k", s.top_k, 1, s.experts);
+  within("accumulate", s.accumulate, 1, 1'000'000);
   if (s.width % s.heads != 0) {
     throw UsageError("--width " + std::to_string(s.width) + " is not divisible by --heads " + std::to_string(s.heads));
   }
@@ -129,8 +126,7 @@ Settings read_settings(const std::vector<std::string>& words, bool& help) {
   if (settings.ranks == unset) {
     settings.ranks = 0;
   } else {
-    at_least<int64_t>("ranks", settings.ranks, 1);
-    at_most<int64_t>("ranks", settings.ranks, 4096);
+    within("ranks", settings.ranks, 1, 4096);
   }
   settings.accumulate_given = settings.accumulate != unset;
   if (!settings.accumulate_given) settings.accumulate = 1;

@@ -81,6 +81,18 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
   expect_usage_error({"train", "--context", "4"}, {"--context 4", "11"});
 }
 
+TEST(Words, NumbersThatNobodyMeansAreTooLarge) {
+  const std::string huge = "9223372036854775807";
+  for (const char* flag : {"accumulate", "batch", "questions", "steps", "warmup", "eval-every", "heads"}) {
+    expect_usage_error({"train", std::string("--") + flag, huge}, {std::string("--") + flag, huge, "at most"});
+  }
+  expect_usage_error({"estimate", "--accumulate", huge}, {"--accumulate", "at most"});
+  expect_usage_error({"estimate", "--units", "1000000000"}, {"--units", "at most"});
+  expect_usage_error({"estimate", "--params", "1000000B", "--accumulate", "1000"}, {"--accumulate 1000", "smaller"});
+  const Scratch scratch;
+  expect_usage_error({"train", "--config", scratch.write("huge.toml", "batch = " + huge + "\n")}, {"batch", "at most"});
+}
+
 TEST(Words, AnUnknownStrategyIsToldTheNames) {
   expect_usage_error({"train", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
 }
