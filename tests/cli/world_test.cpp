@@ -94,6 +94,23 @@ TEST(World, StopsAllRanksAfterTheSameStepOnCtrlC) {
   }
 }
 
+TEST(World, StopsTheLastEvaluationOnCtrlC) {
+  for (const Words& how : {Words{"--ranks", "2", "--strategy", "zero3"}, Words{"--ranks", "1"}}) {
+    Words words = tiny({"--json", "--steps", "3", "--questions", "10000000"});
+    words.insert(words.end(), how.begin(), how.end());
+    Program program(words);
+    program.wait_for_lines(3);
+    program.signal(SIGINT);
+    const Result result = program.wait();
+    EXPECT_EQ(result.code, 130) << result.err;
+    EXPECT_EQ(result.err, "");
+    EXPECT_EQ(result.last()["stopped"], true);
+    EXPECT_EQ(result.last()["steps"], 3);
+    EXPECT_GT(result.last()["asked"], 0);
+    EXPECT_LT(result.last()["asked"], 10000000);
+  }
+}
+
 TEST(World, StopsWhenOneRankAloneIsAskedTo) {
   Program program(endless({"--ranks", "2"}));
   program.wait_for_lines(3);
