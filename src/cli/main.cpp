@@ -192,6 +192,7 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   plumb::cli::open_standard_descriptors();
+  plumb::cli::heed_signals();
   // libtorch logs, with stack traces, what our errors say in one line. Who wants both sets the variable.
   setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0);
   c10::initLogging();

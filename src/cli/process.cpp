@@ -51,6 +51,13 @@ int64_t now_ms() {
   return time.tv_sec * 1000 + time.tv_nsec / 1'000'000;
 }
 
+void heed_signals() {
+  for (const int number : {SIGINT, SIGTERM}) {
+    struct sigaction now{};
+    if (sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN) signal(number, SIG_DFL);
+  }
+}
+
 void note_signals() {
   error_fd();  // reads the environment now: a signal handler must not
   struct sigaction action{};

@@ -12,6 +12,10 @@ int64_t peak_rss_bytes();  // the most it ever was, since exec
 // The number of cores this process may run on.
 int64_t usable_cores();
 
+// SIGINT and SIGTERM end this process even where whoever started it ignores them, as a script does for its background
+// jobs: a wish to stop must not be lost because it came before note_signals().
+void heed_signals();
+
 // From then on SIGINT and SIGTERM are noted instead of ending the process; one that comes a second or more
 // later ends it at once, unless a launcher of ours stands above (it then decides). Sooner ones are the same wish: a
 // terminal, `timeout` and `make` each signal a process and its group.

@@ -94,6 +94,18 @@ TEST(World, StopsAllRanksAfterTheSameStepOnCtrlC) {
   }
 }
 
+TEST(World, StopsWhileItStartsEvenIfTheSignalWasIgnoredBefore) {
+  Words words = {"-c", "trap '' INT; exec \"$PLUMB\" \"$@\"", "sh"};  // as a script's background job
+  for (const std::string& word : endless({"--ranks", "2"})) words.push_back(word);
+  Program starting(words, {{"PLUMB", program()}}, "/bin/sh");
+  while (starting.alive() && starting.children().size() < 2) usleep(1'000);
+  starting.signal(SIGINT);
+  const Result result = starting.wait();
+  EXPECT_EQ(result.code, 130) << result.err;
+  EXPECT_EQ(result.err, "");
+  EXPECT_FALSE(starting.alive());
+}
+
 TEST(World, StopsTheLastEvaluationOnCtrlC) {
   for (const Words& how : {Words{"--ranks", "2", "--strategy", "zero3"}, Words{"--ranks", "1"}}) {
     Words words = tiny({"--json", "--steps", "3", "--questions", "10000000"});
