@@ -14,7 +14,10 @@ namespace plumb::test {
 
 namespace {
 
+using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 Environment place(int rank, int size, int port) {
@@ -175,6 +178,21 @@ TEST(World, SaysWhenTheMastersPortIsInUse) {
   close(fd);
   expect_one_error_line(result, 1);
   EXPECT_THAT(result.err, HasSubstr(std::to_string(port)));
+}
+
+TEST(World, NamesTheRankThatDidNotJoinAndNoOther) {
+  const int port = free_port();
+  const Words words = tiny({"--timeout", "3", "--backend", "gloo"});
+  Program two(words, place(2, 4, port)), three(words, place(3, 4, port)), zero(words, place(0, 4, port));
+  const Result first = zero.wait();
+  expect_one_error_line(first, 1);
+  EXPECT_THAT(first.err, AllOf(HasSubstr("did not hear of rank 1"), Not(HasSubstr("rank 2"))));
+  for (Program* other : {&two, &three}) {
+    const Result result = other->wait();
+    expect_one_error_line(result, 1);
+    // Who is first to lose patience knows of rank 1; the store ends with rank 0.
+    EXPECT_THAT(result.err, AnyOf(HasSubstr("did not hear of rank 1;"), HasSubstr("rank 0 (or the launcher")));
+  }
 }
 
 TEST(World, ReportsAFailureOfARankOnceWithItsRank) {
