@@ -77,7 +77,8 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
   std::vector<char*> environment;
   for (char** old = environ; *old; ++old) {
     const std::string name(*old, std::strcspn(*old, "=") + 1);
-    bool replaced = false;
+    // A torchrun that we run under serves its store to its own ranks, not to ours.
+    bool replaced = name.rfind("TORCHELASTIC_", 0) == 0;
     for (const auto& ours : set) replaced |= ours.compare(0, name.size(), name) == 0;
     if (!replaced) environment.push_back(*old);
   }

@@ -53,6 +53,13 @@ TEST(World, StartsItsOwnWhenRanksAreGivenInsideALaunchersWorld) {
   const Result result = run(tiny({"--json", "--ranks", "1"}), place(1, 2, free_port()));
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_EQ(result.last()["ranks"], 1);
+  // Also where that launcher serves a store, to its own ranks.
+  Environment elastic = place(1, 4, free_port());
+  elastic["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  elastic["TORCHELASTIC_RESTART_COUNT"] = "1";
+  const Result two = run(tiny({"--json", "--ranks", "2", "--timeout", "5", "--steps", "2"}), elastic);
+  ASSERT_EQ(two.code, 0) << two.err;
+  EXPECT_EQ(two.last()["ranks"], 2);
 }
 
 TEST(World, IsNotHalfDescribed) {
