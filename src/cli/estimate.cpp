@@ -55,7 +55,7 @@ int64_t read_params(const std::string& text) {
   if (suffix == "B") number *= 1e9;
   const bool known = suffix.empty() || suffix == "K" || suffix == "M" || suffix == "B";
   if (end == text.c_str() || !known || !(number >= 1) || number > 1e15) {
-    throw UsageError("--params takes a number such as 124439808, 124M or 7B, not '" + text + "'");
+    throw UsageError("--params takes a number such as 124439808, 124M or 7B, not " + in_quotes(text));
   }
   return std::llround(number);
 }

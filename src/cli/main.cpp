@@ -72,7 +72,7 @@ int guarded(const Body& body) {
   try {
     return body();
   } catch (const UsageError& error) {
-    say_error(error.what());
+    say_error(printable(error.what()));  // it may hold a path, with any characters
     return 2;
   } catch (const c10::Error& error) {
     say_error(error.what_without_backtrace());
@@ -183,7 +183,7 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command '" + command + "'; the commands are: train, estimate, sim, info");
+  throw UsageError("unknown command " + in_quotes(command) + "; the commands are: train, estimate, sim, info");
 }
 
 }  // namespace

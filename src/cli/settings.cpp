@@ -15,13 +15,37 @@
 
 namespace plumb::cli {
 
+std::string printable(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 32 && byte != 127) {
+      out += c;
+    } else if (c == '\n' || c == '\t' || c == '\r') {
+      out += c == '\n' ? "\\n" : c == '\t' ? "\\t" : "\\r";
+    } else {
+      constexpr const char* kDigits = "0123456789abcdef";
+      out += std::string("\\x") + kDigits[byte / 16] + kDigits[byte % 16];
+    }
+  }
+  return out;
+}
+
+std::string in_quotes(const std::string& value) {
+  constexpr size_t kLongest = 80;  // bytes
+  if (value.size() <= kLongest) return "'" + printable(value) + "'";
+  size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(value[end]) & 0xc0) == 0x80) --end;  // not within a UTF-8 character
+  return "'" + printable(value.substr(0, end)) + "…'";
+}
+
 namespace {
 
 void one_of(const std::string& flag, const std::string& value, const std::vector<std::string>& names) {
   if (std::find(names.begin(), names.end(), value) != names.end()) return;
   std::string list;
   for (const auto& name : names) list += (list.empty() ? "" : ", ") + name;
-  throw UsageError("--" + flag + " '" + value + "' is unknown; it is one of: " + list);
+  throw UsageError("--" + flag + " " + in_quotes(value) + " is unknown; it is one of: " + list);
 }
 
 template <class Number>
@@ -136,21 +160,21 @@ Settings read_settings(const std::vector<std::string>& words, bool& help) {
 
 Mesh read_mesh(const std::string& text) {
   const auto wrong = [&](const std::string& why) {
-    throw UsageError("--mesh '" + text + "': " + why + "; write it as replicate=2,shard=2");
+    throw UsageError("--mesh " + in_quotes(text) + ": " + why + "; write it as replicate=2,shard=2");
   };
   Mesh mesh;
   std::istringstream axes(text);
   for (std::string axis; std::getline(axes, axis, ',');) {
     const size_t equals = axis.find('=');
     const std::string name = axis.substr(0, equals);
-    if (equals == std::string::npos) wrong("'" + axis + "' is no axis");
-    if (name != "replicate" && name != "shard") wrong("the axes are replicate and shard, not '" + name + "'");
+    if (equals == std::string::npos) wrong(in_quotes(axis) + " is no axis");
+    if (name != "replicate" && name != "shard") wrong("the axes are replicate and shard, not " + in_quotes(name));
     int& size = name == "shard" ? mesh.shard : mesh.replicate;
     if (size != 0) wrong("'" + name + "' stands there twice");
     const std::string number = axis.substr(equals + 1);
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), size);
     if (error != std::errc() || end != number.data() + number.size() || size < 1 || size > 4096) {
-      wrong("'" + number + "' is no number of ranks");
+      wrong(in_quotes(number) + " is no number of ranks");
     }
   }
   if (!text.empty() && text.back() == ',') wrong("an axis is missing at its end");
@@ -163,7 +187,7 @@ Mesh mesh_for(const std::string& name, const std::string& text, int64_t ranks) {
   } catch (const Error& error) {
     std::string what = error.what();
     if (what.rfind("plumb: ", 0) == 0) what.erase(0, 7);
-    throw UsageError("--mesh '" + text + "': " + what);
+    throw UsageError("--mesh " + in_quotes(text) + ": " + what);
   }
 }
 

@@ -44,7 +44,7 @@ uint64_t number(const std::string& flag, const std::string& text, uint64_t least
   uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < least) {
-    throw UsageError(flag + " takes a whole number from " + std::to_string(least) + ", not '" + text + "'");
+    throw UsageError(flag + " takes a whole number from " + std::to_string(least) + ", not " + in_quotes(text));
   }
   return value;
 }
@@ -76,7 +76,7 @@ Wanted read(const std::vector<std::string>& words) {
     } else if (flag == "--help" || flag == "-h") {
       wanted.help = true;
     } else {
-      throw UsageError("unknown flag '" + words[i] + "'; `plumb sim --help` lists them");
+      throw UsageError("unknown flag " + in_quotes(words[i]) + "; `plumb sim --help` lists them");
     }
   }
   return wanted;

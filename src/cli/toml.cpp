@@ -67,7 +67,7 @@ void read_toml(const std::string& path, const std::vector<Flag>& table, const st
     const std::string where = "config file '" + path + "', line " + std::to_string(key.source().begin.line);
     const auto flag = std::find_if(table.begin(), table.end(), [&](const Flag& f) { return f.name == name; });
     if (flag == table.end()) {
-      throw UsageError(where + ": unknown key '" + name + "'; the keys are the flags of `plumb train --help`");
+      throw UsageError(where + ": unknown key " + in_quotes(name) + "; the keys are the flags of `plumb train --help`");
     }
     if (std::find(given.begin(), given.end(), name) == given.end()) set(*flag, node, where);
   }

@@ -93,6 +93,13 @@ TEST(Words, NumbersThatNobodyMeansAreTooLarge) {
   expect_usage_error({"train", "--config", scratch.write("huge.toml", "batch = " + huge + "\n")}, {"batch", "at most"});
 }
 
+TEST(Words, ErrorsStayOneLineWhateverTheyRepeat) {
+  expect_usage_error({"train", "--strategy", "x\ny"}, {"--strategy 'x\\ny' is unknown", "zero3"});
+  expect_usage_error({"train", "--data", "no\nsuch\x1b.txt"}, {"'no\\nsuch\\x1b.txt' does not exist"});
+  expect_usage_error({"train", "--steps", std::string(5000, '7')}, {"'" + std::string(80, '7') + "…'"});
+  expect_usage_error({"fly\tnow"}, {"'fly\\tnow'", "train, estimate"});
+}
+
 TEST(Words, AnUnknownStrategyIsToldTheNames) {
   expect_usage_error({"train", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
 }
