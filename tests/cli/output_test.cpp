@@ -27,6 +27,17 @@ TEST(Output, OfARunFolderIsItsOwnWhenStandardDescriptorsAreClosed) {
   EXPECT_EQ(lines, 4);  // three steps and the summary, each once
 }
 
+TEST(Output, OfARunFolderThatCannotBeWrittenGivesTheReason) {
+  for (const char* name : {"log.jsonl", "report.html"}) {
+    const Scratch scratch;
+    std::filesystem::create_directories(scratch.path(name));
+    scratch.write(std::string(name) + "/file", "x");
+    const Result result = run(tiny({"--json", "--steps", "2", "--questions", "8", "--out", scratch.path("")}));
+    EXPECT_EQ(result.code, 1) << result.err;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("cannot write"), HasSubstr(name), HasSubstr("Is a directory")));
+  }
+}
+
 TEST(Output, ThatDoesNotArriveIsAnError) {
   for (const Words& words : {Words{"--help"}, Words{"info", "--json"}, Words{"estimate"}, Words{"sim", "--list"},
                              tiny({"--json", "--steps", "2", "--questions", "8"}),
