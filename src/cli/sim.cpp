@@ -6,6 +6,7 @@
 
 #include <charconv>
 #include <cstdio>
+#include <limits>
 
 #include "cli/output.h"
 #include "cli/settings.h"
@@ -78,6 +79,12 @@ Wanted read(const std::vector<std::string>& words) {
     } else {
       throw UsageError("unknown flag " + in_quotes(words[i]) + "; `plumb sim --help` lists them");
     }
+  }
+  const uint64_t most = std::numeric_limits<uint64_t>::max() - wanted.first;
+  if (wanted.seeds - 1 > most) {
+    throw UsageError("--first " + std::to_string(wanted.first) + " and --seeds " + std::to_string(wanted.seeds) +
+                     ": the last seed is more than " + std::to_string(std::numeric_limits<uint64_t>::max()) +
+                     "; make one of them smaller");
   }
   return wanted;
 }

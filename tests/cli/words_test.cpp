@@ -109,7 +109,7 @@ TEST(Words, AMeshMustBeUnderstoodAndMultiplyToTheWorld) {
     return Words{"train", "--strategy", "hsdp", "--ranks", ranks, "--mesh", text};
   };
   expect_usage_error(mesh("replicate=2,shard=2", "2"), {"--mesh", "replicate=2, shard=2", "2 ranks"});
-  expect_usage_error(mesh("shard=3", "4"), {"--mesh", "4 ranks"});
+  expect_usage_error(mesh("shard=3", "4"), {"--mesh", "the mesh shard=3 does not divide", "4 ranks"});
   expect_usage_error(mesh("2x2", "4"), {"--mesh '2x2'", "'2x2' is no axis", "replicate=2,shard=2"});
   expect_usage_error(mesh("replicate=2,rows=2", "4"), {"--mesh", "'rows'"});
   expect_usage_error(mesh("replicate=two", "4"), {"--mesh", "'two'"});
@@ -146,6 +146,11 @@ TEST(Words, AnEstimateIsToldWhatItNeeds) {
   expect_usage_error({"estimate", "--ranks", "0"}, {"--ranks", "at least 1"});
   expect_usage_error({"estimate", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
   expect_usage_error({"estimate", "--ranks", "4", "--mesh", "shard=3"}, {"--mesh", "4 ranks"});
+}
+
+TEST(Words, SeedsEndWhereNumbersDo) {
+  expect_usage_error({"sim", "--first", "18446744073709551615", "--seeds", "2"},
+                     {"--first 1844", "--seeds 2", "smaller"});
 }
 
 TEST(Words, ZeroRanksAreTooFew) {
