@@ -83,7 +83,7 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
 
 TEST(Words, NumbersThatNobodyMeansAreTooLarge) {
   const std::string huge = "9223372036854775807";
-  for (const char* flag : {"accumulate", "batch", "questions", "steps", "warmup", "eval-every", "heads"}) {
+  for (const char* flag : {"accumulate", "batch", "questions", "steps", "eval-every", "heads"}) {
     expect_usage_error({"train", std::string("--") + flag, huge}, {std::string("--") + flag, huge, "at most"});
   }
   expect_usage_error({"estimate", "--accumulate", huge}, {"--accumulate", "at most"});

@@ -108,7 +108,8 @@ TEST(World, StopsWhileItStartsEvenIfTheSignalWasIgnoredBefore) {
   Words words = {"-c", "trap '' INT; exec \"$PLUMB\" \"$@\"", "sh"};  // as a script's background job
   for (const std::string& word : endless({"--ranks", "2"})) words.push_back(word);
   Program starting(words, {{"PLUMB", program()}}, "/bin/sh");
-  while (starting.alive() && starting.children().size() < 2) usleep(1'000);
+  for (int i = 0; i < 60'000 && starting.children().size() < 2; ++i) usleep(1'000);
+  ASSERT_EQ(starting.children().size(), 2u);
   starting.signal(SIGINT);
   const Result result = starting.wait();
   EXPECT_EQ(result.code, 130) << result.err;
