@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cli/output.h"
+
 namespace plumb::cli {
 
 namespace {
@@ -48,7 +50,7 @@ Console::Console(const Settings& settings, bool speaks)
 void Console::begin(const std::string& headline) {
   if (!speaks_ || json_ || quiet_) return;
   std::printf("%s\n", headline.c_str());
-  std::fflush(stdout);
+  flush_output();
 }
 
 void Console::step(const report::Step& step) {
@@ -60,7 +62,7 @@ void Console::step(const report::Step& step) {
   } else {
     std::printf("%s\n", report::line(step, steps_).c_str());
   }
-  std::fflush(stdout);
+  flush_output();
 }
 
 // One line that is rewritten; a step where accuracy was measured leaves its line behind.
@@ -90,7 +92,7 @@ void Console::end(const nlohmann::ordered_json& s) {
   if (!speaks_) return;
   if (json_) {
     std::printf("%s\n", report::one_line(s).c_str());
-    std::fflush(stdout);
+    flush_output();
     return;
   }
   if (terminal_ && !quiet_) std::printf("\r\x1b[K");
@@ -133,7 +135,7 @@ void Console::end(const nlohmann::ordered_json& s) {
     label = "";
   }
   if (!out_.empty()) row("run", out_ + "/report.html (and log.jsonl)");
-  std::fflush(stdout);
+  flush_output();
 }
 
 }  // namespace plumb::cli

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <tuple>
 
 #include "cli/flags.h"
 #include "model/gpt.h"
@@ -54,7 +55,7 @@ int64_t read_params(const std::string& text) {
   if (suffix == "B") number *= 1e9;
   const bool known = suffix.empty() || suffix == "K" || suffix == "M" || suffix == "B";
   if (end == text.c_str() || !known || !(number >= 1) || number > 1e15) {
-    throw UsageError("--params takes a number such as 124439808, 124M or 7B, not '" + text + "'");
+    throw UsageError("--params takes a number such as 124439808, 124M or 7B, not " + in_quotes(text));
   }
   return std::llround(number);
 }
@@ -138,14 +139,21 @@ int estimate(const std::vector<std::string>& words) {
   }
   if (!q.strategy.empty()) q.run.strategy = q.strategy;
   check_sizes(q.run);
-  for (const auto& [flag, value] :
-       {std::pair{"ranks", q.run.ranks}, {"units", q.units}, {"vocabulary", q.vocabulary}}) {
-    if (value < 1 || value > 1'000'000'000) {
+  for (const auto& [flag, value, most] : {std::tuple{"ranks", q.run.ranks, int64_t{1'000'000'000}},
+                                          {"units", q.units, int64_t{1'000'000}},
+                                          {"vocabulary", q.vocabulary, int64_t{1'000'000'000}}}) {
+    if (value < 1 || value > most) {
       throw UsageError(std::string("--") + flag + " is " + std::to_string(value) +
-                       "; it must be at least 1 and at most 10^9");
+                       "; it must be at least 1 and at most " + std::to_string(most));
     }
   }
   const ModelShape shape = shape_for(q);
+  // Some twenty bytes for each of these are sent.
+  if (static_cast<double>(shape.params()) * static_cast<double>(q.run.accumulate) > 1e17) {
+    throw UsageError("--accumulate " + std::to_string(q.run.accumulate) + " of a model with " +
+                     report::human_count(shape.params()) +
+                     " parameters are more bytes than a number holds; make one of them smaller");
+  }
   std::vector<Settings> runs;
   for (const Strategy& row : strategies()) {
     if (!q.strategy.empty() && row.name != q.strategy) continue;

@@ -81,7 +81,7 @@ Parsed parse(const std::string& command, const std::vector<std::string>& words, 
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
   } catch (const CLI::ExtrasError&) {
-    throw UsageError("unknown argument '" + app.remaining().at(0) + "'; see `plumb " + command + " --help`");
+    throw UsageError("unknown argument " + in_quotes(app.remaining().at(0)) + "; see `plumb " + command + " --help`");
   } catch (const CLI::ArgumentMismatch& error) {
     const std::string what = error.what();  // "--steps: 1 required …"
     throw UsageError(what.substr(0, what.find(':')) + " needs a value");
@@ -124,16 +124,16 @@ std::string describe(const std::vector<Flag>& table) {
 
 void assign(const Flag& flag, const std::string& text, const std::string& where) {
   if (auto* const* whole = std::get_if<int64_t*>(&flag.target)) {
-    if (!read_number(text, **whole)) throw UsageError(where + " takes a whole number, not '" + text + "'");
+    if (!read_number(text, **whole)) throw UsageError(where + " takes a whole number, not " + in_quotes(text));
   } else if (auto* const* real = std::get_if<double*>(&flag.target)) {
     if (!read_number(text, **real) || !std::isfinite(**real)) {
-      throw UsageError(where + " takes a number, not '" + text + "'");
+      throw UsageError(where + " takes a number, not " + in_quotes(text));
     }
   } else if (auto* const* word = std::get_if<std::string*>(&flag.target)) {
     if (text.empty()) throw UsageError(where + " takes a value, not an empty one");
     **word = text;
   } else if (text != "true" && text != "false") {
-    throw UsageError(where + " takes true or false, not '" + text + "'");
+    throw UsageError(where + " takes true or false, not " + in_quotes(text));
   } else {
     *std::get<bool*>(flag.target) = text == "true";
   }

@@ -31,7 +31,7 @@ int info(const std::vector<std::string>& words) {
       std::puts("Usage: plumb info [--json]\n\nVersions, devices and backends.");
       return 0;
     } else {
-      throw UsageError("unknown argument '" + word + "'; `plumb info` takes --json only");
+      throw UsageError("unknown argument " + in_quotes(word) + "; `plumb info` takes --json only");
     }
   }
   nlohmann::ordered_json all;

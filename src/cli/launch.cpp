@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -52,10 +53,13 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
-// In the child, until exec: only calls that are safe after fork.
-[[noreturn]] void become_rank(pid_t parent, char** argv, char** environment) {
+// In the child, until exec: only calls that are safe after fork. Until the rank listens itself, a signal ends it: one that
+// our handlers caught, or that was ignored, would be lost.
+[[noreturn]] void become_rank(pid_t parent, const sigset_t& mask, char** argv, char** environment) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(1);
+  for (const int number : {SIGINT, SIGTERM, SIGCHLD}) signal(number, SIG_DFL);
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
   execve("/proc/self/exe", argv, environment);
   _exit(127);
 }
@@ -73,7 +77,8 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
   std::vector<char*> environment;
   for (char** old = environ; *old; ++old) {
     const std::string name(*old, std::strcspn(*old, "=") + 1);
-    bool replaced = false;
+    // A torchrun that we run under serves its store to its own ranks, not to ours.
+    bool replaced = name.rfind("TORCHELASTIC_", 0) == 0;
     for (const auto& ours : set) replaced |= ours.compare(0, name.size(), name) == 0;
     if (!replaced) environment.push_back(*old);
   }
@@ -81,12 +86,16 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
   environment.push_back(nullptr);
 
   const pid_t parent = getpid();
+  sigset_t all, before;
+  sigfillset(&all);
+  sigprocmask(SIG_SETMASK, &all, &before);  // our handlers must not run in the child
   const pid_t pid = fork();
   if (pid == 0) {
     fcntl(ends[1], F_SETFD, 0);
-    become_rank(parent, argv, environment.data());
+    become_rank(parent, before, argv, environment.data());
   }
   const int error = errno;
+  sigprocmask(SIG_SETMASK, &before, nullptr);
   close(ends[1]);
   if (pid < 0) {
     close(ends[0]);
@@ -128,11 +137,13 @@ bool failed(const Rank& rank) {
 // A rank that was killed is at fault before one that reported an error (which may be a consequence); among the latter,
 // the first to report. `stop` is the signal that ended the run, or 0.
 int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop) {
+  const auto unheeding = [stop](const Rank& rank) { return WIFSIGNALED(rank.status) && WTERMSIG(rank.status) == stop; };
+  // A rank that did not listen yet is ended by the signal itself, and the others may complain that it is gone.
+  if (stop != 0 && std::any_of(ranks.begin(), ranks.end(), unheeding)) return 128 + stop;
   const Rank* culprit = nullptr;
   size_t number = 0;
   for (const size_t r : order) {
     if (!ranks[r].accused || !failed(ranks[r])) continue;
-    if (stop != 0 && WIFSIGNALED(ranks[r].status) && WTERMSIG(ranks[r].status) == stop) continue;  // not yet listening
     if (!culprit || (WIFSIGNALED(ranks[r].status) && !WIFSIGNALED(culprit->status))) {
       culprit = &ranks[r];
       number = r;
@@ -142,8 +153,9 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
     for (const Rank& rank : ranks) {
       if (asked_to_stop(rank.status)) return WEXITSTATUS(rank.status);
     }
+    if (stop != 0) return 128 + stop;
     for (const Rank& rank : ranks) {
-      if (rank.status != 0) return stop != 0 ? 128 + stop : 1;
+      if (rank.status != 0) return 1;
     }
     return 0;
   }

@@ -13,6 +13,7 @@
 #include "cli/info.h"
 #include "cli/launch.h"
 #include "cli/memory.h"
+#include "cli/output.h"
 #include "cli/process.h"
 #include "cli/settings.h"
 #include "cli/sim.h"
@@ -21,6 +22,7 @@
 #include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "world/environment.h"
 #include "world/group.h"
 
 namespace plumb::cli {
@@ -70,7 +72,7 @@ int guarded(const Body& body) {
   try {
     return body();
   } catch (const UsageError& error) {
-    say_error(error.what());
+    say_error(printable(error.what()));  // it may hold a path, with any characters
     return 2;
   } catch (const c10::Error& error) {
     say_error(error.what_without_backtrace());
@@ -114,7 +116,7 @@ int run_train(const std::vector<std::string>& words, char** argv) {
     throw UsageError("--device cuda: libtorch finds no CUDA device here; `plumb info` lists what it finds");
   }
   const bool is_rank = error_fd() >= 0;  // started by our own launcher
-  const bool joins = is_rank || (s.ranks == 0 && launched_into_a_world());
+  const bool joins = is_rank || (s.ranks == 0 && read_place().launcher != "none");
   if (joins && s.backend == "local") {
     throw UsageError(
         "--backend local makes its ranks threads of one process; it cannot take part in a launcher's world");
@@ -181,7 +183,7 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command '" + command + "'; the commands are: train, estimate, sim, info");
+  throw UsageError("unknown command " + in_quotes(command) + "; the commands are: train, estimate, sim, info");
 }
 
 }  // namespace
@@ -189,8 +191,14 @@ int run(int argc, char** argv) {
 }  // namespace plumb::cli
 
 int main(int argc, char** argv) {
+  plumb::cli::open_standard_descriptors();
+  plumb::cli::heed_signals();
   // libtorch logs, with stack traces, what our errors say in one line. Who wants both sets the variable.
   setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0);
   c10::initLogging();
-  return plumb::cli::guarded([&] { return plumb::cli::run(argc, argv); });
+  return plumb::cli::guarded([&] {
+    const int code = plumb::cli::run(argc, argv);
+    if (code == 0) plumb::cli::check_output();
+    return code;
+  });
 }

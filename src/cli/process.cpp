@@ -45,16 +45,17 @@ int64_t usable_cores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-bool launched_into_a_world() {
-  const auto both = [](const char* rank, const char* size) { return std::getenv(rank) && std::getenv(size); };
-  return both("RANK", "WORLD_SIZE") || both("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") ||
-         both("PMI_RANK", "PMI_SIZE") || both("SLURM_PROCID", "SLURM_NTASKS");
-}
-
 int64_t now_ms() {
   timespec time{};
   clock_gettime(CLOCK_MONOTONIC, &time);
   return time.tv_sec * 1000 + time.tv_nsec / 1'000'000;
+}
+
+void heed_signals() {
+  for (const int number : {SIGINT, SIGTERM}) {
+    struct sigaction now{};
+    if (sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN) signal(number, SIG_DFL);
+  }
 }
 
 void note_signals() {

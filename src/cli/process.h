@@ -1,4 +1,4 @@
-// What a process knows about itself: its memory, its parent launcher, the signal it was sent.
+// What a process knows about itself: its memory, its cores, the signal it was sent.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,9 @@ int64_t peak_rss_bytes();  // the most it ever was, since exec
 // The number of cores this process may run on.
 int64_t usable_cores();
 
-// Whether torchrun, mpirun or srun (or our own launcher) describes a world in the environment.
-bool launched_into_a_world();
+// SIGINT and SIGTERM end this process even where whoever started it ignores them, as a script does for its background
+// jobs: a wish to stop must not be lost because it came before note_signals().
+void heed_signals();
 
 // From then on SIGINT and SIGTERM are noted instead of ending the process; one that comes a second or more
 // later ends it at once, unless a launcher of ours stands above (it then decides). Sooner ones are the same wish: a

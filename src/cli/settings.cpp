@@ -7,7 +7,6 @@
 #include <charconv>
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <sstream>
 
 #include "cli/flags.h"
@@ -16,13 +15,37 @@
 
 namespace plumb::cli {
 
+std::string printable(const std::string& text) {
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 32 && byte != 127) {
+      out += c;
+    } else if (c == '\n' || c == '\t' || c == '\r') {
+      out += c == '\n' ? "\\n" : c == '\t' ? "\\t" : "\\r";
+    } else {
+      constexpr const char* kDigits = "0123456789abcdef";
+      out += std::string("\\x") + kDigits[byte / 16] + kDigits[byte % 16];
+    }
+  }
+  return out;
+}
+
+std::string in_quotes(const std::string& value) {
+  constexpr size_t kLongest = 80;  // bytes
+  if (value.size() <= kLongest) return "'" + printable(value) + "'";
+  size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(value[end]) & 0xc0) == 0x80) --end;  // not within a UTF-8 character
+  return "'" + printable(value.substr(0, end)) + "…'";
+}
+
 namespace {
 
 void one_of(const std::string& flag, const std::string& value, const std::vector<std::string>& names) {
   if (std::find(names.begin(), names.end(), value) != names.end()) return;
   std::string list;
   for (const auto& name : names) list += (list.empty() ? "" : ", ") + name;
-  throw UsageError("--" + flag + " '" + value + "' is unknown; it is one of: " + list);
+  throw UsageError("--" + flag + " " + in_quotes(value) + " is unknown; it is one of: " + list);
 }
 
 template <class Number>
@@ -41,6 +64,14 @@ void at_most(const std::string& flag, Number value, Number most) {
   throw UsageError(text.str());
 }
 
+// No run is larger than the upper bounds, and no product of two or three of them leaves 64 bits.
+void within(const std::string& flag, int64_t value, int64_t least, int64_t most) {
+  at_least(flag, value, least);
+  at_most(flag, value, most);
+}
+
+constexpr int64_t kMostSteps = 1'000'000'000;
+
 void above_zero(const std::string& flag, double value) {
   if (value > 0) return;
   std::ostringstream text;
@@ -54,23 +85,26 @@ void check(const Settings& s) {
   one_of("device", s.device, {"cpu", "cuda"});
   one_of("model", s.model, {"gpt", "moe"});
   if (s.backend == "nccl" && s.device != "cuda") throw UsageError("--backend nccl needs --device cuda");
+  if (s.deterministic && s.dtype == "f16") {
+    throw UsageError(
+        "--deterministic cannot keep its promise with --dtype f16: a backward's gradients are scaled by its rank's "
+        "number "
+        "of shares, and f16's narrow range rounds them otherwise on other worlds; choose bf16 or f32");
+  }
   above_zero("timeout", s.timeout);
   at_most("timeout", s.timeout, 1e6);
-  at_least<int64_t>("virtual-ranks", s.virtual_ranks, 1);
-  at_most<int64_t>("virtual-ranks", s.virtual_ranks, 1 << 20);
-  at_least<int64_t>("threads", s.threads, 0);
-  at_most<int64_t>("threads", s.threads, 1024);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{
-           {"steps", s.steps}, {"batch", s.batch}, {"digits", s.digits}, {"questions", s.questions}}) {
-    at_least<int64_t>(flag, value, 1);
-  }
-  at_most<int64_t>("digits", s.digits, 9);
+  within("virtual-ranks", s.virtual_ranks, 1, 1 << 20);
+  within("threads", s.threads, 0, 1024);
+  within("digits", s.digits, 1, 9);
+  within("steps", s.steps, 1, kMostSteps);
+  within("batch", s.batch, 1, 10'000'000);
+  within("questions", s.questions, 1, 10'000'000);
   above_zero("lr", s.lr);
-  at_least<int64_t>("warmup", s.warmup, 0);
+  within("warmup", s.warmup, 0, kMostSteps);
   at_least("weight-decay", s.weight_decay, 0.0);
   at_least("clip", s.clip, 0.0);
   at_least<int64_t>("seed", s.seed, 0);
-  at_least<int64_t>("eval-every", s.eval_every, -1);
+  within("eval-every", s.eval_every, -1, kMostSteps);
   if (s.data.empty() && s.context < 3 * s.digits + 2) {
     throw UsageError("--context " + std::to_string(s.context) + " is too short: sums of " + std::to_string(s.digits) +
                      " digits need " + std::to_string(3 * s.digits + 2));
@@ -91,20 +125,13 @@ void check_sizes(const Settings& s) {
   above_zero("bucket-mb", s.bucket_mb);
   at_most("bucket-mb", s.bucket_mb, 1e6);
   read_mesh(s.mesh);
-  for (const auto& [flag, value] : std::map<std::string, int64_t>{{"layers", s.layers},
-                                                                  {"heads", s.heads},
-                                                                  {"width", s.width},
-                                                                  {"context", s.context},
-                                                                  {"experts", s.experts},
-                                                                  {"top-k", s.top_k},
-                                                                  {"accumulate", s.accumulate}}) {
-    at_least<int64_t>(flag, value, 1);
-  }
-  at_most<int64_t>("experts", s.experts, 10'000);
-  at_most<int64_t>("top-k", s.top_k, s.experts);
-  at_most<int64_t>("layers", s.layers, 10'000);
-  at_most<int64_t>("width", s.width, 1'000'000);
-  at_most<int64_t>("context", s.context, 10'000'000);
+  within("layers", s.layers, 1, 10'000);
+  within("heads", s.heads, 1, 1'000'000);
+  within("width", s.width, 1, 1'000'000);
+  within("context", s.context, 1, 10'000'000);
+  within("experts", s.experts, 1, 10'000);
+  within("top-k", s.top_k, 1, s.experts);
+  within("accumulate", s.accumulate, 1, 1'000'000);
   if (s.width % s.heads != 0) {
     throw UsageError("--width " + std::to_string(s.width) + " is not divisible by --heads " + std::to_string(s.heads));
   }
@@ -123,8 +150,7 @@ Settings read_settings(const std::vector<std::string>& words, bool& help) {
   if (settings.ranks == unset) {
     settings.ranks = 0;
   } else {
-    at_least<int64_t>("ranks", settings.ranks, 1);
-    at_most<int64_t>("ranks", settings.ranks, 4096);
+    within("ranks", settings.ranks, 1, 4096);
   }
   settings.accumulate_given = settings.accumulate != unset;
   if (!settings.accumulate_given) settings.accumulate = 1;
@@ -134,21 +160,21 @@ Settings read_settings(const std::vector<std::string>& words, bool& help) {
 
 Mesh read_mesh(const std::string& text) {
   const auto wrong = [&](const std::string& why) {
-    throw UsageError("--mesh '" + text + "': " + why + "; write it as replicate=2,shard=2");
+    throw UsageError("--mesh " + in_quotes(text) + ": " + why + "; write it as replicate=2,shard=2");
   };
   Mesh mesh;
   std::istringstream axes(text);
   for (std::string axis; std::getline(axes, axis, ',');) {
     const size_t equals = axis.find('=');
     const std::string name = axis.substr(0, equals);
-    if (equals == std::string::npos) wrong("'" + axis + "' is no axis");
-    if (name != "replicate" && name != "shard") wrong("the axes are replicate and shard, not '" + name + "'");
+    if (equals == std::string::npos) wrong(in_quotes(axis) + " is no axis");
+    if (name != "replicate" && name != "shard") wrong("the axes are replicate and shard, not " + in_quotes(name));
     int& size = name == "shard" ? mesh.shard : mesh.replicate;
     if (size != 0) wrong("'" + name + "' stands there twice");
     const std::string number = axis.substr(equals + 1);
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), size);
     if (error != std::errc() || end != number.data() + number.size() || size < 1 || size > 4096) {
-      wrong("'" + number + "' is no number of ranks");
+      wrong(in_quotes(number) + " is no number of ranks");
     }
   }
   if (!text.empty() && text.back() == ',') wrong("an axis is missing at its end");
@@ -161,7 +187,7 @@ Mesh mesh_for(const std::string& name, const std::string& text, int64_t ranks) {
   } catch (const Error& error) {
     std::string what = error.what();
     if (what.rfind("plumb: ", 0) == 0) what.erase(0, 7);
-    throw UsageError("--mesh '" + text + "': " + what);
+    throw UsageError("--mesh " + in_quotes(text) + ": " + what);
   }
 }
 

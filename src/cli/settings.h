@@ -18,6 +18,12 @@ class UsageError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Text on one line: control characters as \n or \x1b.
+std::string printable(const std::string& text);
+
+// A value that the user gave, for an error: printable, in quotes, and cut where it is long.
+std::string in_quotes(const std::string& value);
+
 struct Settings {
   // world
   int64_t ranks = 0;  // 0: the launcher's world when there is one, otherwise 1

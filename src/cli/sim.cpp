@@ -6,7 +6,9 @@
 
 #include <charconv>
 #include <cstdio>
+#include <limits>
 
+#include "cli/output.h"
 #include "cli/settings.h"
 #include "plumb/sim.h"
 #include "plumb/strategy.h"
@@ -43,7 +45,7 @@ uint64_t number(const std::string& flag, const std::string& text, uint64_t least
   uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < least) {
-    throw UsageError(flag + " takes a whole number from " + std::to_string(least) + ", not '" + text + "'");
+    throw UsageError(flag + " takes a whole number from " + std::to_string(least) + ", not " + in_quotes(text));
   }
   return value;
 }
@@ -75,8 +77,14 @@ Wanted read(const std::vector<std::string>& words) {
     } else if (flag == "--help" || flag == "-h") {
       wanted.help = true;
     } else {
-      throw UsageError("unknown flag '" + words[i] + "'; `plumb sim --help` lists them");
+      throw UsageError("unknown flag " + in_quotes(words[i]) + "; `plumb sim --help` lists them");
     }
+  }
+  const uint64_t most = std::numeric_limits<uint64_t>::max() - wanted.first;
+  if (wanted.seeds - 1 > most) {
+    throw UsageError("--first " + std::to_string(wanted.first) + " and --seeds " + std::to_string(wanted.seeds) +
+                     ": the last seed is more than " + std::to_string(std::numeric_limits<uint64_t>::max()) +
+                     "; make one of them smaller");
   }
   return wanted;
 }
@@ -118,7 +126,7 @@ void say(const sim::Played& played, bool json) {
       std::printf("\nseed %llu:\n%s\n", static_cast<unsigned long long>(played.first_bad), played.report.c_str());
     }
   }
-  std::fflush(stdout);
+  flush_output();
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -28,6 +29,11 @@ void set(const Flag& flag, const toml::node& node, const std::string& where) {
   } else if (auto* const* real = std::get_if<double*>(&flag.target)) {
     if (!node.is_number()) wrong("a number");
     **real = *node.value<double>();
+    if (!std::isfinite(**real)) {
+      std::ostringstream found;
+      found << **real;
+      throw UsageError(where + ": '" + flag.name + "' takes a number that is finite, not " + found.str());
+    }
   } else if (std::holds_alternative<std::string*>(flag.target)) {
     if (!node.is_string()) wrong("a string");
     assign(flag, node.as_string()->get(), where + ": '" + flag.name + "'");
@@ -61,7 +67,7 @@ void read_toml(const std::string& path, const std::vector<Flag>& table, const st
     const std::string where = "config file '" + path + "', line " + std::to_string(key.source().begin.line);
     const auto flag = std::find_if(table.begin(), table.end(), [&](const Flag& f) { return f.name == name; });
     if (flag == table.end()) {
-      throw UsageError(where + ": unknown key '" + name + "'; the keys are the flags of `plumb train --help`");
+      throw UsageError(where + ": unknown key " + in_quotes(name) + "; the keys are the flags of `plumb train --help`");
     }
     if (std::find(given.begin(), given.end(), name) == given.end()) set(*flag, node, where);
   }

@@ -89,17 +89,25 @@ int64_t quiet_tensor_bytes(const World& world) {
   return bytes;
 }
 
-// The questions are dealt out evenly, so that every rank asks the same number.
+// The questions are dealt out evenly, so that every rank asks the same number, a few at a time. A signal that any rank
+// has noted ends the evaluation of all after the same ones; `signal` then holds it.
 model::Score evaluate(const World& world, const model::Task& task, model::Gpt& model, int64_t questions,
-                      int64_t samples, int64_t step) {
+                      int64_t samples, int64_t step, int& signal) {
+  constexpr int64_t kAtOnce = 64;
   const int64_t each = std::max<int64_t>(1, questions / world.size());
-  model::Score score = task.evaluate(model, each * world.rank(), each, std::min(samples, each));
-  const int64_t mine[] = {score.asked, score.right};
-  score.asked = score.right = 0;
-  for (const auto& theirs :
-       exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
-    score.asked += theirs[0];
-    score.right += theirs[1];
+  model::Score score;
+  for (int64_t first = 0; first < each && (first == 0 || signal == 0); first += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, each - first);
+    const int64_t shown = first == 0 ? std::min(samples, count) : 0;
+    model::Score part = task.evaluate(model, each * world.rank() + first, count, shown);
+    if (first == 0) score.samples = std::move(part.samples);
+    const int64_t mine[] = {part.asked, part.right, noted_signal()};
+    for (const auto& theirs :
+         exchange(world, mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = "accuracy"})) {
+      score.asked += theirs[0];
+      score.right += theirs[1];
+      signal = std::max(signal, static_cast<int>(theirs[2]));
+    }
   }
   return score;
 }
@@ -179,7 +187,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     record.tokens_per_s = static_cast<double>(s.batch * task.length()) / (record.ms / 1e3);
     record.rss_bytes = std::move(all.rss_bytes);
     if (eval_every > 0 && (step + 1) % eval_every == 0 && step + 1 < s.steps && signal == 0) {
-      record.accuracy = ratio(evaluate(world, task, model, 256, 0, step));
+      const model::Score score = evaluate(world, task, model, 256, 0, step, signal);
+      if (signal == 0) record.accuracy = ratio(score);
     }
     console.step(record);
     folder.add(report::to_json(record));
@@ -193,7 +202,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   const std::vector<int64_t> measured = everybodys(world, held, "memory");
   const Estimate predicted = estimate(shape, plan_for(s, ranks));
 
-  const model::Score score = evaluate(world, task, model, s.questions, 8, s.steps);
+  const model::Score score = evaluate(world, task, model, s.questions, 8, s.steps, signal);
   if (signal == 0) steps.back().accuracy = ratio(score);
   const std::vector<int64_t> peaks = everybodys(world, peak_rss_bytes(), "memory");
   const std::string digest = model_digest(engine, *model);

@@ -37,8 +37,12 @@ Mesh mesh_of(const Strategy& row, Mesh asked, int size) {
   if (mesh.shard == 0 && size % mesh.replicate == 0) mesh.shard = size / mesh.replicate;
   if (mesh.replicate == 0 && size % mesh.shard == 0) mesh.replicate = size / mesh.shard;
   if (mesh.replicate * mesh.shard != size) {
-    throw Error("the mesh replicate=" + std::to_string(mesh.replicate) + ", shard=" + std::to_string(mesh.shard) +
-                " does not multiply to the world of " + std::to_string(size) + (size == 1 ? " rank" : " ranks") +
+    const bool both = mesh.replicate != 0 && mesh.shard != 0;  // otherwise the other axis cannot be told from this one
+    std::string axes;
+    if (mesh.replicate != 0) axes = "replicate=" + std::to_string(mesh.replicate);
+    if (mesh.shard != 0) axes += (both ? ", shard=" : "shard=") + std::to_string(mesh.shard);
+    throw Error("the mesh " + axes + (both ? " does not multiply to" : " does not divide") + " the world of " +
+                std::to_string(size) + (size == 1 ? " rank" : " ranks") +
                 "; choose axes whose product is the number of ranks");
   }
   return mesh;

@@ -3,7 +3,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include <cerrno>
 #include <filesystem>
+#include <system_error>
 
 #include "plumb/error.h"
 #include "report/page.h"
@@ -12,6 +14,16 @@ namespace plumb::report {
 
 namespace fs = std::filesystem;
 
+namespace {
+
+// Streams do not keep the system's reason; it stands in errno, where the caller has put 0 before.
+[[noreturn]] void cannot_write(const fs::path& file, int reason) {
+  const std::string why = reason != 0 ? std::generic_category().message(reason) : "the system gives no reason";
+  throw Error("cannot write '" + file.string() + "': " + why);
+}
+
+}  // namespace
+
 void Folder::add(const nlohmann::ordered_json& record) {
   if (path_.empty()) return;
   if (!log_.is_open()) {
@@ -19,24 +31,32 @@ void Folder::add(const nlohmann::ordered_json& record) {
     fs::create_directories(path_, error);
     if (error) throw Error("cannot make the run folder '" + path_ + "': " + error.message());
     fs::remove(fs::path(path_) / "report.html", error);
+    errno = 0;
     log_.open(fs::path(path_) / "log.jsonl", std::ios::trunc);
+    if (!log_) cannot_write(fs::path(path_) / "log.jsonl", errno);
   }
+  errno = 0;
   log_ << one_line(record) << '\n' << std::flush;
-  if (!log_) throw Error("cannot write '" + (fs::path(path_) / "log.jsonl").string() + "'; is there space?");
+  if (!log_) cannot_write(fs::path(path_) / "log.jsonl", errno);
 }
 
 void Folder::finish(const std::vector<Step>& steps, const nlohmann::ordered_json& summary) {
   if (path_.empty()) return;
   add(summary);
   const fs::path whole = fs::path(path_) / "report.html", part = fs::path(path_) / "report.html.part";
+  errno = 0;
   std::ofstream file(part, std::ios::trunc | std::ios::binary);
   file << page(steps, summary);
   file.close();
-  std::error_code error;
-  if (file) fs::rename(part, whole, error);
+  int reason = errno;
+  std::error_code error, ignored;
+  if (file) {
+    fs::rename(part, whole, error);
+    reason = error.value();
+  }
   if (!file || error) {
-    fs::remove(part, error);
-    throw Error("cannot write '" + whole.string() + "'; is there space?");
+    fs::remove(part, ignored);
+    cannot_write(whole, reason);
   }
 }
 

@@ -172,6 +172,28 @@ class StoreBoard final : public Board {
   std::thread thread_;
 };
 
+// Whether rank `r` has joined by `end`. Asked once more after a failed wait, so that a store that is gone (with whoever
+// serves it) is not taken for a rank that is missing.
+bool joined(c10d::Store& store, int r, int rank, Clock::time_point end) {
+  const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+  if (left.count() > 0) {
+    try {
+      store.wait({key_of(r)}, left);
+      return true;
+    } catch (const std::exception&) {
+    }
+  }
+  try {
+    return store.check({key_of(r)});
+  } catch (const std::exception& e) {
+    const std::string why = e.what();
+    throw Error(rank,
+                "lost the store where the ranks meet before all had joined: rank 0 (or the launcher that serves it) "
+                "ended first, and its own message tells why [" +
+                    why.substr(0, why.find('\n')) + "]");
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -185,12 +207,8 @@ std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store, i
   const auto end = Clock::now() + timeout;
   std::string missing;
   for (int r = 0; r < size; ++r) {
-    try {
-      const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-      store->wait({key_of(r)}, std::max(left, milliseconds(10)));
-    } catch (const std::exception&) {
-      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(r);
-    }
+    if (r == rank || joined(*store, r, rank, end)) continue;
+    missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(r);
   }
   if (!missing.empty()) {
     throw Error(rank, "waited " + std::to_string(timeout.count() / 1000.0).substr(0, 5) + " s for all " +

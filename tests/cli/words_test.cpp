@@ -81,6 +81,25 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
   expect_usage_error({"train", "--context", "4"}, {"--context 4", "11"});
 }
 
+TEST(Words, NumbersThatNobodyMeansAreTooLarge) {
+  const std::string huge = "9223372036854775807";
+  for (const char* flag : {"accumulate", "batch", "questions", "steps", "eval-every", "heads"}) {
+    expect_usage_error({"train", std::string("--") + flag, huge}, {std::string("--") + flag, huge, "at most"});
+  }
+  expect_usage_error({"estimate", "--accumulate", huge}, {"--accumulate", "at most"});
+  expect_usage_error({"estimate", "--units", "1000000000"}, {"--units", "at most"});
+  expect_usage_error({"estimate", "--params", "1000000B", "--accumulate", "1000"}, {"--accumulate 1000", "smaller"});
+  const Scratch scratch;
+  expect_usage_error({"train", "--config", scratch.write("huge.toml", "batch = " + huge + "\n")}, {"batch", "at most"});
+}
+
+TEST(Words, ErrorsStayOneLineWhateverTheyRepeat) {
+  expect_usage_error({"train", "--strategy", "x\ny"}, {"--strategy 'x\\ny' is unknown", "zero3"});
+  expect_usage_error({"train", "--data", "no\nsuch\x1b.txt"}, {"'no\\nsuch\\x1b.txt' does not exist"});
+  expect_usage_error({"train", "--steps", std::string(5000, '7')}, {"'" + std::string(80, '7') + "…'"});
+  expect_usage_error({"fly\tnow"}, {"'fly\\tnow'", "train, estimate"});
+}
+
 TEST(Words, AnUnknownStrategyIsToldTheNames) {
   expect_usage_error({"train", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
 }
@@ -90,7 +109,7 @@ TEST(Words, AMeshMustBeUnderstoodAndMultiplyToTheWorld) {
     return Words{"train", "--strategy", "hsdp", "--ranks", ranks, "--mesh", text};
   };
   expect_usage_error(mesh("replicate=2,shard=2", "2"), {"--mesh", "replicate=2, shard=2", "2 ranks"});
-  expect_usage_error(mesh("shard=3", "4"), {"--mesh", "4 ranks"});
+  expect_usage_error(mesh("shard=3", "4"), {"--mesh", "the mesh shard=3 does not divide", "4 ranks"});
   expect_usage_error(mesh("2x2", "4"), {"--mesh '2x2'", "'2x2' is no axis", "replicate=2,shard=2"});
   expect_usage_error(mesh("replicate=2,rows=2", "4"), {"--mesh", "'rows'"});
   expect_usage_error(mesh("replicate=two", "4"), {"--mesh", "'two'"});
@@ -114,6 +133,10 @@ TEST(Words, SharesMustBeDivisibleAmongTheRanksAndTheBatchAmongThem) {
   expect_usage_error(shares({"--ranks", "2", "--batch", "12"}), {"--batch 12", "8 shares", "16"});
 }
 
+TEST(Words, TheSameBitsAreNotPromisedInFloat16) {
+  expect_usage_error({"train", "--deterministic", "--dtype", "f16"}, {"--deterministic", "--dtype f16", "bf16 or f32"});
+}
+
 TEST(Words, AnEstimateIsToldWhatItNeeds) {
   EXPECT_THAT(run({"estimate", "--help"}).out,
               AllOf(HasSubstr("--params"), HasSubstr("--strategy"), HasSubstr("--json")));
@@ -123,6 +146,11 @@ TEST(Words, AnEstimateIsToldWhatItNeeds) {
   expect_usage_error({"estimate", "--ranks", "0"}, {"--ranks", "at least 1"});
   expect_usage_error({"estimate", "--strategy", "zero9"}, {"--strategy", "'zero9'", "ddp"});
   expect_usage_error({"estimate", "--ranks", "4", "--mesh", "shard=3"}, {"--mesh", "4 ranks"});
+}
+
+TEST(Words, SeedsEndWhereNumbersDo) {
+  expect_usage_error({"sim", "--first", "18446744073709551615", "--seeds", "2"},
+                     {"--first 1844", "--seeds 2", "smaller"});
 }
 
 TEST(Words, ZeroRanksAreTooFew) {
@@ -164,6 +192,8 @@ TEST(Words, AConfigFileMustBeThereAndBeUnderstood) {
   expect_usage_error(config("type.toml", "steps = \"three\"\n"), {"line 1", "'steps'", "whole number", "string"});
   expect_usage_error(config("type2.toml", "json = 1\n"), {"line 1", "'json'", "true or false", "integer"});
   expect_usage_error(config("range.toml", "ranks = 0\n"), {"--ranks", "at least 1"});
+  expect_usage_error(config("inf.toml", "\nlr = inf\n"), {"line 2", "'lr'", "finite", "inf"});
+  expect_usage_error(config("nan.toml", "clip = nan\n"), {"line 1", "'clip'", "finite", "nan"});
   EXPECT_FALSE(scratch.has("run"));
 }
 

@@ -14,7 +14,10 @@ namespace plumb::test {
 
 namespace {
 
+using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 Environment place(int rank, int size, int port) {
@@ -50,6 +53,32 @@ TEST(World, StartsItsOwnWhenRanksAreGivenInsideALaunchersWorld) {
   const Result result = run(tiny({"--json", "--ranks", "1"}), place(1, 2, free_port()));
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_EQ(result.last()["ranks"], 1);
+  // Also where that launcher serves a store, to its own ranks.
+  Environment elastic = place(1, 4, free_port());
+  elastic["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  elastic["TORCHELASTIC_RESTART_COUNT"] = "1";
+  const Result two = run(tiny({"--json", "--ranks", "2", "--timeout", "5", "--steps", "2"}), elastic);
+  ASSERT_EQ(two.code, 0) << two.err;
+  EXPECT_EQ(two.last()["ranks"], 2);
+}
+
+TEST(World, IsNotHalfDescribed) {
+  for (const auto& [set, unset] : {std::pair{"RANK", "WORLD_SIZE"},
+                                   {"WORLD_SIZE", "RANK"},
+                                   {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                   {"PMI_SIZE", "PMI_RANK"}}) {
+    const Result result = run(tiny({}), {{set, "1"}});
+    expect_one_error_line(result, 1);
+    EXPECT_THAT(result.err, HasSubstr(set + std::string("=1 is set, but ") + unset + " is not"));
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST(World, OfOneNeedsNoLauncherWhoeverLeftAVariable) {
+  EXPECT_EQ(run(tiny({"--ranks", "1"}), {{"WORLD_SIZE", "2"}}).code, 0);
+  EXPECT_EQ(run(tiny({}), {{"SLURM_PROCID", "1"}}).code, 0);
+  // A batch script is no task of srun.
+  EXPECT_EQ(run(tiny({}), {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"ENVIRONMENT", "BATCH"}}).code, 0);
 }
 
 TEST(World, CannotBeJoinedByThreads) {
@@ -72,6 +101,36 @@ TEST(World, StopsAllRanksAfterTheSameStepOnCtrlC) {
     EXPECT_EQ(result.last()["steps"], result.losses().size());
     EXPECT_TRUE(scratch.has("run/report.html"));
     EXPECT_FALSE(program.alive());
+  }
+}
+
+TEST(World, StopsWhileItStartsEvenIfTheSignalWasIgnoredBefore) {
+  Words words = {"-c", "trap '' INT; exec \"$PLUMB\" \"$@\"", "sh"};  // as a script's background job
+  for (const std::string& word : endless({"--ranks", "2"})) words.push_back(word);
+  Program starting(words, {{"PLUMB", program()}}, "/bin/sh");
+  for (int i = 0; i < 60'000 && starting.children().size() < 2; ++i) usleep(1'000);
+  ASSERT_EQ(starting.children().size(), 2u);
+  starting.signal(SIGINT);
+  const Result result = starting.wait();
+  EXPECT_EQ(result.code, 130) << result.err;
+  EXPECT_EQ(result.err, "");
+  EXPECT_FALSE(starting.alive());
+}
+
+TEST(World, StopsTheLastEvaluationOnCtrlC) {
+  for (const Words& how : {Words{"--ranks", "2", "--strategy", "zero3"}, Words{"--ranks", "1"}}) {
+    Words words = tiny({"--json", "--steps", "3", "--questions", "10000000"});
+    words.insert(words.end(), how.begin(), how.end());
+    Program program(words);
+    program.wait_for_lines(3);
+    program.signal(SIGINT);
+    const Result result = program.wait();
+    EXPECT_EQ(result.code, 130) << result.err;
+    EXPECT_EQ(result.err, "");
+    EXPECT_EQ(result.last()["stopped"], true);
+    EXPECT_EQ(result.last()["steps"], 3);
+    EXPECT_GT(result.last()["asked"], 0);
+    EXPECT_LT(result.last()["asked"], 10000000);
   }
 }
 
@@ -127,6 +186,21 @@ TEST(World, SaysWhenTheMastersPortIsInUse) {
   close(fd);
   expect_one_error_line(result, 1);
   EXPECT_THAT(result.err, HasSubstr(std::to_string(port)));
+}
+
+TEST(World, NamesTheRankThatDidNotJoinAndNoOther) {
+  const int port = free_port();
+  const Words words = tiny({"--timeout", "3", "--backend", "gloo"});
+  Program two(words, place(2, 4, port)), three(words, place(3, 4, port)), zero(words, place(0, 4, port));
+  const Result first = zero.wait();
+  expect_one_error_line(first, 1);
+  EXPECT_THAT(first.err, AllOf(HasSubstr("did not hear of rank 1"), Not(HasSubstr("rank 2"))));
+  for (Program* other : {&two, &three}) {
+    const Result result = other->wait();
+    expect_one_error_line(result, 1);
+    // Who is first to lose patience knows of rank 1; the store ends with rank 0.
+    EXPECT_THAT(result.err, AnyOf(HasSubstr("did not hear of rank 1;"), HasSubstr("rank 0 (or the launcher")));
+  }
 }
 
 TEST(World, ReportsAFailureOfARankOnceWithItsRank) {

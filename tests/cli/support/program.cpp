@@ -46,9 +46,13 @@ std::vector<double> Result::losses() const {
   return all;
 }
 
-Program::Program(const Words& words, const Environment& extra) {
+std::string program() {
   const char* named = std::getenv("PLUMB_PROGRAM");
-  std::vector<std::string> all = {named ? named : PLUMB_PROGRAM};
+  return named ? named : PLUMB_PROGRAM;
+}
+
+Program::Program(const Words& words, const Environment& extra, const std::string& file) {
+  std::vector<std::string> all = {file};
   all.insert(all.end(), words.begin(), words.end());
   std::vector<char*> argv;
   for (auto& word : all) argv.push_back(word.data());
@@ -60,8 +64,9 @@ Program::Program(const Words& words, const Environment& extra) {
     const std::string text = *entry;
     environment[text.substr(0, text.find('='))] = text.substr(text.find('=') + 1);
   }
-  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                           "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PLUMB_ERROR_FD"}) {
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "PLUMB_ERROR_FD"}) {
     environment.erase(name);
   }
   for (const auto& [name, value] : extra) environment[name] = value;
@@ -155,6 +160,12 @@ std::vector<pid_t> Program::children() const {
 bool Program::alive() const { return kill(-pid_, 0) == 0; }
 
 Result run(const Words& words, const Environment& extra) { return Program(words, extra).wait(); }
+
+Result shell(const std::string& script, const Words& words) {
+  Words all = {"-c", script, "sh"};
+  all.insert(all.end(), words.begin(), words.end());
+  return Program(all, {{"PLUMB", program()}}, "/bin/sh").wait();
+}
 
 Scratch::Scratch() {
   std::string pattern = (fs::temp_directory_path() / "plumb-test-XXXXXX").string();

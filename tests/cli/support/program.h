@@ -24,10 +24,13 @@ struct Result {
   std::vector<double> losses() const;      // of the step lines of --json
 };
 
+// Where the program under test is.
+std::string program();
+
 // In a session of its own, which ends with this object: no process survives a test.
 class Program {
  public:
-  explicit Program(const Words& words, const Environment& extra = {});
+  explicit Program(const Words& words, const Environment& extra = {}, const std::string& file = program());
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
@@ -53,6 +56,8 @@ class Program {
 };
 
 Result run(const Words& words, const Environment& extra = {});
+// A script of sh, in which "$PLUMB" is the program and "$@" the `words`.
+Result shell(const std::string& script, const Words& words = {});
 
 // A folder that goes away with the object.
 class Scratch {
