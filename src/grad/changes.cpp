@@ -37,12 +37,13 @@ const void* place_of(const Sink& sink) {
 // Of a piece in f32 or f64; otherwise nothing is said.
 std::optional<std::array<double, 2>> ends_of(const at::Tensor& piece) {
   if (piece.scalar_type() != at::kFloat && piece.scalar_type() != at::kDouble) return std::nullopt;
-  const at::Tensor flat = piece.detach().reshape(-1);
+  const at::Tensor dense = piece.is_contiguous() ? piece : piece.detach().contiguous();
+  const void* values = dense.const_data_ptr();
   const auto value = [&](int64_t i) {
-    return flat.scalar_type() == at::kFloat ? static_cast<double>(flat.const_data_ptr<float>()[i])
-                                            : flat.const_data_ptr<double>()[i];
+    return dense.scalar_type() == at::kFloat ? static_cast<double>(static_cast<const float*>(values)[i])
+                                             : static_cast<const double*>(values)[i];
   };
-  return std::array<double, 2>{value(0), value(flat.numel() - 1)};
+  return std::array<double, 2>{value(0), value(dense.numel() - 1)};
 }
 
 bool changed(const Sink& sink) {

@@ -36,7 +36,9 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   if (scale == 1.0) {
     to.copy_(from);
   } else {
-    at::mul_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(scale, at::kDouble));
+    // Of the sum's own width: a factor of another dtype would be converted each time.
+    const auto width = c10::toRealValueType(to.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
+    at::mul_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(scale, width));
   }
 }
 
