@@ -34,9 +34,10 @@ const void* place_of(const Sink& sink) {
   return sink.unit >= 0 ? sink.parameter.storage().unsafeGetStorageImpl() : sink.parameter.const_data_ptr();
 }
 
-// Of a piece in f32 or f64; otherwise nothing is said.
+// Of a piece in f32 or f64 that has any; otherwise nothing is said.
 std::optional<std::array<double, 2>> ends_of(const at::Tensor& piece) {
   if (piece.scalar_type() != at::kFloat && piece.scalar_type() != at::kDouble) return std::nullopt;
+  if (piece.numel() == 0) return std::nullopt;
   const at::Tensor dense = piece.is_contiguous() ? piece : piece.detach().contiguous();
   const void* values = dense.const_data_ptr();
   const auto value = [&](int64_t i) {
@@ -102,7 +103,7 @@ void Reducer::sample_pieces() {
   if (!shards_gradient_ || deterministic_ || groups_.shard.size() == 1) return;
   for (Sink& sink : sinks_) {
     sink.samples.reset();
-    if (!sink.grad_in_bucket() || !sink.view.is_cpu() || sink.view.numel() == 0) continue;
+    if (!sink.grad_in_bucket() || !sink.view.is_cpu()) continue;
     sink.samples = ends_of(sink.view);
   }
 }

@@ -102,6 +102,7 @@ void Reducer::open_pass() {
       sink->expected = std::max(1, sink->deliveries);
       sink->deliveries = sink->unsettled = sink->taken = 0;
       sink->given = sink->raw = false;
+      sink->samples.reset();
       if (sink->parameter.requires_grad()) ++bucket.waiting;
     }
   }
@@ -327,7 +328,6 @@ void Reducer::close_synced_pass() {
     reduce_and_wait(late, where);
     adopt(all);
     for (Sink& sink : sinks_) sink.given = false;
-    sample_pieces();
   } catch (const std::exception& error) {
     broken_ = error.what();
     throw;
@@ -339,6 +339,7 @@ void Reducer::close_synced_pass() {
   // Sharded state stays where it is, and so do the parameters of units.
   const bool movable = !shards(row_.parameter) && (steps_ == 0 || !shards(row_.state));
   if (!rebuilt_ && movable) rebuild();
+  sample_pieces();
 }
 
 void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where) {
