@@ -4,30 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "grad/manifest.h"
 #include "grad/reducer.h"
-#include "layout/digest.h"
 
 namespace plumb {
 namespace {
-
-int64_t digest_of(const at::Tensor& parameter) {
-  at::NoGradGuard no_grad;
-  const at::Tensor values = parameter.detach().contiguous();
-  const auto* words = static_cast<const char*>(values.const_data_ptr());
-  const size_t bytes = values.nbytes();
-  Digest digest;
-  size_t at = 0;
-  for (; at + sizeof(uint64_t) <= bytes; at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, words + at, sizeof word);
-    digest.add(word);
-    digest.add(word >> 32);
-  }
-  digest.add(std::span(words + at, bytes - at));
-  return digest.value();
-}
 
 // Where a parameter lies. One of a unit has memory only now and then, and a storage always.
 const void* place_of(const Sink& sink) {
@@ -55,7 +37,7 @@ bool changed(const Sink& sink) {
 }  // namespace
 
 void Reducer::remember_parameters() {
-  if (!watches_parameters_ || control_.size() == 1) return;
+  if (!watches_parameters_) return;
   for (Sink& sink : sinks_) {
     if (!sink.parameter.is_cpu()) continue;
     sink.seen_version = sink.parameter._version();
@@ -102,7 +84,6 @@ void Reducer::check_changes(const std::vector<Facts>& all) {
 void Reducer::sample_pieces() {
   if (!shards_gradient_ || deterministic_ || groups_.shard.size() == 1) return;
   for (Sink& sink : sinks_) {
-    sink.samples.reset();
     if (!sink.grad_in_bucket() || !sink.view.is_cpu()) continue;
     sink.samples = ends_of(sink.view);
   }

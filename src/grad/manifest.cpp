@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <sstream>
 #include <unordered_map>
@@ -47,6 +48,23 @@ std::vector<std::string> split(const std::string& text) {
 }
 
 }  // namespace
+
+int64_t digest_of(const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  const at::Tensor values = tensor.detach().cpu().contiguous();
+  const auto* words = static_cast<const char*>(values.const_data_ptr());
+  const size_t bytes = values.nbytes();
+  Digest digest;
+  size_t at = 0;
+  for (; at + sizeof(uint64_t) <= bytes; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, words + at, sizeof word);
+    digest.add(word);
+    digest.add(word >> 32);
+  }
+  digest.add(std::span(words + at, bytes - at));
+  return digest.value();
+}
 
 void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                       const Optimizer& optimizer, const Options& options) {

@@ -10,6 +10,9 @@ namespace plumb {
 void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                       const Optimizer& optimizer, const Options& options);
 
+// By which ranks compare the values that they hold.
+int64_t digest_of(const at::Tensor& tensor);
+
 // What one process can see alone: nothing trainable, a parameter twice, memory shared by two, a device of its own.
 void check_model(int rank, const NamedTensors& parameters);
 

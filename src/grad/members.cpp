@@ -49,7 +49,7 @@ Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> u
       mesh_(mesh_of(row_, options.mesh, world_.size())), groups_(new_groups(world_, mesh_)), data_(groups_.data),
       control_(groups_.control), ledger_(world_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
       deterministic_(options.deterministic), shards_gradient_(shards(row_.gradient)), candidates_(parameters),
-      unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1) {
+      unit_of_(std::move(unit_of)), sink_of_(parameters.size(), -1), watches_parameters_(world_.size() > 1) {
   for (size_t i = 0; i < candidates_.size(); ++i) candidate_of_[candidates_[i].second.unsafeGetTensorImpl()] = i;
 }
 

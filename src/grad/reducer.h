@@ -56,7 +56,7 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
   void settle_step();
-  // The parameters are as they should be now; without an optimizer of ours, nobody looks.
+  // The parameters are as they should be now; alone, or without an optimizer of ours, nobody looks.
   void remember_parameters();
   void leave_parameters_to_user() { watches_parameters_ = false; }
   // The step is over: the next backward is the first of the next step.
@@ -177,8 +177,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
   std::recursive_mutex mutex_;
   bool stopped_ = false;
-  bool watches_parameters_ = true;
-  std::string broken_;  // why communication is over, if it is
+  bool watches_parameters_;  // whether ranks could change them differently, and our optimizer alone should
+  std::string broken_;       // why communication is over, if it is
   bool rebuilt_ = false;
   int no_sync_ = 0;
   int64_t steps_ = 0;

@@ -45,8 +45,8 @@ struct Sink {
   bool given = false;                            // in this pass, this rank contributed something to `incoming`
   uint32_t version = 0;                          // of the view when a deterministic pass ended
   uint32_t seen_version = 0;                     // of the parameter when the last step ended
-  std::optional<std::array<double, 2>> samples;  // of the piece after its reduction: the first element, and the last
   const void* seen_place = nullptr;              // and where it lay
+  std::optional<std::array<double, 2>> samples;  // of the piece after its reduction: the first element, and the last
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }
   bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }

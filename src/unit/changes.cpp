@@ -56,8 +56,8 @@ void Units::bring_home(Home& home) {
     if (parameter.scalar_type() != home.whole.scalar_type() || parameter.device() != home.whole.device() ||
         parameter.sizes() != home.shapes[i]) {
       throw Error(reducer_.world().rank(),
-                  c10::str("parameter '", sink->name, "' became ", parameter.scalar_type(), " ", parameter.sizes(), " on ",
-                           parameter.device(), "; it was ", home.whole.scalar_type(), " ",
+                  c10::str("parameter '", sink->name, "' became ", parameter.scalar_type(), " ", parameter.sizes(),
+                           " on ", parameter.device(), "; it was ", home.whole.scalar_type(), " ",
                            at::IntArrayRef(home.shapes[i]), " on ", home.whole.device(),
                            " when its engine was built; build a new engine after changing a model"));
     }

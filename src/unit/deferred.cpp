@@ -6,7 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "layout/digest.h"
+#include "grad/manifest.h"
 #include "plumb/error.h"
 #include "plumb/unit.h"
 #include "unit/door.h"
@@ -34,13 +34,6 @@ Parts& parts() {
 }
 
 thread_local const World* building = nullptr;
-
-int64_t digest_of(const at::Tensor& flat) {
-  const at::Tensor bytes = flat.cpu().view(at::kByte);
-  Digest digest;
-  digest.add({static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())});
-  return digest.value();
-}
 
 void cut_one(const World& world, const at::Tensor& parameter) {
   at::NoGradGuard no_grad;

@@ -73,11 +73,11 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
     int holds = 0;
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
     bool full = false;
-    bool complete = false;           // its last gradient of this pass has come
-    bool ahead = false;              // gathered, or on its way, before anybody asked
-    Pending arriving{};              // the collective that fills it
+    bool complete = false;                     // its last gradient of this pass has come
+    bool ahead = false;                        // gathered, or on its way, before anybody asked
+    Pending arriving{};                        // the collective that fills it
     std::vector<std::vector<int64_t>> shapes;  // of the parameters
-    std::vector<uint32_t> versions;  // of the parameters when it became full
+    std::vector<uint32_t> versions;            // of the parameters when it became full
   };
   struct ReaderHook;
 

@@ -30,8 +30,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds slice{1'000};
 constexpr milliseconds rendezvous_limit{60'000};
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 // The address of this machine that packets to `host` leave from; empty when it cannot be told.
 std::string local_address_towards(const std::string& host, int port) {
   addrinfo hints{};

@@ -14,6 +14,9 @@
 
 namespace plumb {
 
+// What others' errors say before their stack traces.
+inline std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 // An error that reached this rank from another one; the cause is reported there.
 class Consequence : public Error {
  public:

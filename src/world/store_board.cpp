@@ -186,11 +186,10 @@ bool joined(c10d::Store& store, int r, int rank, Clock::time_point end) {
   try {
     return store.check({key_of(r)});
   } catch (const std::exception& e) {
-    const std::string why = e.what();
     throw Error(rank,
                 "lost the store where the ranks meet before all had joined: rank 0 (or the launcher that serves it) "
                 "ended first, and its own message tells why [" +
-                    why.substr(0, why.find('\n')) + "]");
+                    first_line(e.what()) + "]");
   }
 }
 

@@ -190,7 +190,7 @@ TEST(World, SaysWhenTheMastersPortIsInUse) {
 
 TEST(World, NamesTheRankThatDidNotJoinAndNoOther) {
   const int port = free_port();
-  const Words words = tiny({"--timeout", "3", "--backend", "gloo"});
+  const Words words = tiny({"--timeout", "6", "--backend", "gloo"});  // all three start well within
   Program two(words, place(2, 4, port)), three(words, place(3, 4, port)), zero(words, place(0, 4, port));
   const Result first = zero.wait();
   expect_one_error_line(first, 1);
