@@ -37,14 +37,16 @@ class Owner : public plumb::FusedSink {
   bool added_ = false;
 };
 
-void measure(const char* name, const Sizes& sizes, at::Device device, bool fused) {
+void measure(const char* name, const Sizes& sizes, at::Device device, bool fused,
+             plumb::nn::Experts kind = plumb::nn::Experts::grouped) {
   const at::ScalarType dtype = device.is_cuda() ? at::kBFloat16 : at::kFloat;
   plumb::nn::MoE moe(plumb::nn::MoEOptions{
-      .width = sizes.width, .hidden = sizes.hidden, .experts = sizes.experts, .top_k = sizes.top_k});
+      .width = sizes.width, .hidden = sizes.hidden, .experts = sizes.experts, .top_k = sizes.top_k, .weights = kind});
   moe->to(device, dtype);
   std::vector<at::Tensor> sums;
   std::vector<std::shared_ptr<Owner>> owners;
-  std::vector<at::Tensor> weights = {moe->experts->up[0], moe->experts->down[0]};
+  std::vector<at::Tensor> weights = moe->experts->up;
+  weights.insert(weights.end(), moe->experts->down.begin(), moe->experts->down.end());
   for (const at::Tensor& weight : weights) {
     sums.push_back(at::zeros(weight.sizes(), weight.options().dtype(at::kFloat).requires_grad(false)));
     owners.push_back(std::make_shared<Owner>(sums.back()));
@@ -103,5 +105,6 @@ int main() {
                 s.hidden, gpu ? "bf16 with f32 sums" : "f32");
     measure("unfused, then added", s, device, false);
     measure("fused", s, device, true);
+    measure("fused, a weight per expert", s, device, true, plumb::nn::Experts::separate);
   }
 }

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace plumb::nn {
@@ -18,7 +19,8 @@ namespace plumb::nn {
 class WgradStore;
 
 // How many rows of the input each expert gets, rows of the first expert first: an integer tensor of one entry per
-// expert, on the host (then it is checked) or on the input's device (then it is never waited for).
+// expert, on the host or on the input's device, where nobody waits for it. Counts that cannot be are an error: at once on
+// the host; on a Hopper device at the next grouped operation, weight gradient or step() after it has looked at them.
 struct Tokens {
   static Tokens sizes(at::Tensor per_expert) { return {std::move(per_expert), false}; }
   static Tokens ends(at::Tensor running_sum) { return {std::move(running_sum), true}; }
@@ -48,7 +50,25 @@ TORCH_MODULE(Linear);
 
 enum class Experts {
   grouped,   // one parameter [experts, out, in]
-  separate,  // one parameter [out, in] per expert
+  separate,  // one parameter [out, in] per expert, side by side in memory
+};
+
+// A module whose experts' parameters stay side by side in memory when it is moved or cast.
+class ExpertsModule : public torch::nn::Module {
+ public:
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+
+ protected:
+  // One parameter for all experts, or one each, registered under `name`.
+  std::vector<at::Tensor> register_experts(const std::string& name, Experts kind, int64_t experts, int64_t out,
+                                           int64_t in);
+
+ private:
+  void pack();
+
+  std::vector<std::vector<at::Tensor>> separate_;
 };
 
 struct GroupedLinearOptions {
@@ -58,7 +78,7 @@ struct GroupedLinearOptions {
 };
 
 // Expert e's rows of x times its own weight, transposed. No bias.
-class GroupedLinearImpl : public torch::nn::Module {
+class GroupedLinearImpl : public ExpertsModule {
  public:
   explicit GroupedLinearImpl(const GroupedLinearOptions& options);
   // x [rows, in], rows sorted by expert. Returns [rows, out].
@@ -84,7 +104,7 @@ struct GroupedMLPOptions {
 
 // down(activation(up(x))) per expert as one node: saves the input and what goes into the activation, and computes the
 // activation again in the backward. With SwiGLU, `up` has 2 * hidden rows: gate first, then the values it gates.
-class GroupedMLPImpl : public torch::nn::Module {
+class GroupedMLPImpl : public ExpertsModule {
  public:
   explicit GroupedMLPImpl(const GroupedMLPOptions& options);
   at::Tensor forward(const at::Tensor& x, const Tokens& tokens);

@@ -9,6 +9,7 @@
 #include "engine/impl.h"
 #include "engine/owners.h"
 #include "grad/manifest.h"
+#include "nn/groups.h"
 #include "optim/norm.h"
 #include "unit/deferred.h"
 
@@ -251,6 +252,7 @@ void Engine::Impl::settle_scale(bool skipped) {
 
 StepInfo Engine::step() {
   Reducer& reducer = *impl_->reducer;
+  nn::raise_complaint(impl_->world.rank());
   const bool pieces = reducer.shards(reducer.row().gradient);
   reducer.settle_step();
   StepInfo info;

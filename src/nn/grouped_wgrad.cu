@@ -11,6 +11,7 @@
 #include "nn/grouped_wgrad.h"
 #include "nn/hopper.cuh"
 #include "nn/tensor_map.h"
+#include "nn/token_ends.h"
 #include "nn/wgmma.cuh"
 
 namespace plumb::kernel {
@@ -370,10 +371,7 @@ bool grouped_wgrad_fits(const GroupedWgrad& p) {
   if (p.groups < 1 || p.out < 1 || p.in < 1 || p.rows < 1 || p.rows > INT32_MAX - 64) return false;
   if (p.out % 8 != 0 || p.in % 8 != 0 || !aligned(p.dy) || !aligned(p.x)) return false;
   if (!std::all_of(p.sums, p.sums + p.groups, aligned)) return false;
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9 &&
-         encoder() != nullptr;
+  return runs_here() && encoder() != nullptr;
 }
 
 const char* grouped_wgrad(const GroupedWgrad& p, CUstream_st* stream, int variant) {

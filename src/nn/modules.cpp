@@ -1,10 +1,12 @@
 // The modules: parameters with their initial values, and the operations behind them.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "nn/groups.h"
 #include "nn/ops.h"
+#include "nn/product.h"
 #include "plumb/error.h"
 #include "plumb/nn.h"
 
@@ -45,18 +47,49 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
 
 void LinearImpl::backward_dw() { flush(store_); }
 
-namespace {
+// Moves the tensors, one per expert, into one block. Those without memory of their own (deferred, or an engine's to
+// gather) stay where they are.
+void ExpertsModule::pack() {
+  at::NoGradGuard no_grad;
+  for (const std::vector<at::Tensor>& each : separate_) {
+    const bool whole = std::ranges::all_of(each, [&](const at::Tensor& weight) {
+      return weight.storage().nbytes() > 0 && weight.storage().data() != nullptr &&
+             weight.options().type_equal(each[0].options()) && weight.device() == each[0].device();
+    });
+    if (!whole || one_over(each).defined()) continue;
+    const at::Tensor block = at::stack(each);
+    for (size_t e = 0; e < each.size(); ++e) each[e].set_data(block.select(0, static_cast<int64_t>(e)));
+  }
+}
 
-// One parameter for all experts, or one each, registered under `name`.
-std::vector<at::Tensor> register_experts(torch::nn::Module& module, const std::string& name, Experts kind,
-                                         int64_t experts, int64_t out, int64_t in) {
-  if (kind == Experts::grouped) return {module.register_parameter(name, fresh({experts, out, in}, in))};
+void ExpertsModule::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  Module::to(device, dtype, non_blocking);
+  pack();
+}
+
+void ExpertsModule::to(torch::Dtype dtype, bool non_blocking) {
+  Module::to(dtype, non_blocking);
+  pack();
+}
+
+void ExpertsModule::to(torch::Device device, bool non_blocking) {
+  Module::to(device, non_blocking);
+  pack();
+}
+
+std::vector<at::Tensor> ExpertsModule::register_experts(const std::string& name, Experts kind, int64_t experts,
+                                                        int64_t out, int64_t in) {
+  if (kind == Experts::grouped) return {register_parameter(name, fresh({experts, out, in}, in))};
   std::vector<at::Tensor> each;
   for (int64_t e = 0; e < experts; ++e) {
-    each.push_back(module.register_parameter(name + "_" + std::to_string(e), fresh({out, in}, in)));
+    each.push_back(register_parameter(name + "_" + std::to_string(e), fresh({out, in}, in)));
   }
+  separate_.push_back(each);
+  pack();
   return each;
 }
+
+namespace {
 
 std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& weight, const Tokens& tokens,
                                          int64_t experts) {
@@ -71,7 +104,7 @@ std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& 
 GroupedLinearImpl::GroupedLinearImpl(const GroupedLinearOptions& options)
     : experts_(options.experts), store_(store_if(options.delay_wgrad_compute)) {
   check_positive("a grouped linear layer", {options.experts, options.in, options.out});
-  weights = register_experts(*this, "weight", options.weights, options.experts, options.out, options.in);
+  weights = register_experts("weight", options.weights, options.experts, options.out, options.in);
 }
 
 at::Tensor GroupedLinearImpl::forward(const at::Tensor& x, const Tokens& tokens) {
@@ -84,8 +117,8 @@ GroupedMLPImpl::GroupedMLPImpl(const GroupedMLPOptions& options)
     : experts_(options.experts), activation_(options.activation), store_(store_if(options.delay_wgrad_compute)) {
   check_positive("a grouped mlp", {options.experts, options.width, options.hidden});
   const int64_t inner = options.activation == Activation::swiglu ? 2 * options.hidden : options.hidden;
-  up = register_experts(*this, "up", options.weights, options.experts, inner, options.width);
-  down = register_experts(*this, "down", options.weights, options.experts, options.width, options.hidden);
+  up = register_experts("up", options.weights, options.experts, inner, options.width);
+  down = register_experts("down", options.weights, options.experts, options.width, options.hidden);
 }
 
 at::Tensor GroupedMLPImpl::forward(const at::Tensor& x, const Tokens& tokens) {

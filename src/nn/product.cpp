@@ -13,13 +13,33 @@ at::Tensor of_expert(const std::vector<at::Tensor>& weights, int64_t e) {
 
 }  // namespace
 
+at::Tensor one_over(const std::vector<at::Tensor>& tensors) {
+  const at::Tensor& first = tensors[0];
+  const int64_t spacing = tensors.size() > 1 ? tensors[1].storage_offset() - first.storage_offset() : first.numel();
+  // The copy engine reads rows of 16 bytes.
+  if (spacing < first.numel() || spacing * static_cast<int64_t>(first.element_size()) % 16 != 0) return {};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!tensor.is_alias_of(first) || tensor.sizes() != first.sizes() || !tensor.is_contiguous() ||
+        tensor.scalar_type() != first.scalar_type() ||
+        tensor.storage_offset() != first.storage_offset() + static_cast<int64_t>(i) * spacing) {
+      return {};
+    }
+  }
+  c10::DimVector sizes(first.sizes()), strides(first.strides());
+  sizes.insert(sizes.begin(), static_cast<int64_t>(tensors.size()));
+  strides.insert(strides.begin(), spacing);
+  return first.as_strided(sizes, strides);
+}
+
 at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
                            Side side) {
   const bool forward = side == Side::forward;
   const int64_t columns = weights[0].size(forward ? -2 : -1);
   // libtorch's grouped product reads the counts on the device; it wants bf16, and rows and columns of 16 bytes.
   if (x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.size(0) > 0 && x.size(1) % 8 == 0 && columns % 8 == 0) {
-    const at::Tensor all = is_grouped(weights) ? weights[0] : at::stack(weights);
+    at::Tensor all = is_grouped(weights) ? weights[0] : one_over(weights);
+    if (!all.defined()) all = at::stack(weights);
     return at::_grouped_mm(x, forward ? all.transpose(-2, -1) : all, groups.ends());
   }
   at::Tensor y = at::empty({x.size(0), columns}, x.options());

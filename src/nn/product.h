@@ -9,6 +9,9 @@
 
 namespace plumb::nn {
 
+// One tensor [n, ...] over n tensors that lie side by side in one block of memory; undefined where they do not.
+at::Tensor one_over(const std::vector<at::Tensor>& tensors);
+
 enum class Side { forward, backward };  // x Wᵀ, or dy W
 
 // Not differentiable: the autograd nodes call it.

@@ -90,6 +90,24 @@ bool grouped_mm_takes(const at::Tensor& dy, const at::Tensor& x) {
          x.size(1) % 8 == 0;
 }
 
+// All groups into buffers of the inputs' own dtype: libtorch's grouped product, and one more pass over memory. False: not
+// such a problem.
+bool write_by_grouped_mm(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x,
+                         const Groups& groups) {
+  if (!grouped_mm_takes(dy, x)) return false;
+  for (const GradTarget& target : targets) {
+    if (target.buffer.defined() && target.buffer.scalar_type() != dy.scalar_type()) return false;
+  }
+  const at::Tensor made = at::_grouped_mm(dy.t(), x, groups.ends());
+  const bool one = targets.size() == 1 && targets[0].buffer.dim() == 3;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!targets[i].buffer.defined()) continue;
+    const at::Tensor part = one ? made : made.select(0, static_cast<int64_t>(i));
+    targets[i].accumulate ? targets[i].buffer.add_(part) : targets[i].buffer.copy_(part);
+  }
+  return true;
+}
+
 }  // namespace
 
 void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x,
@@ -99,7 +117,7 @@ void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, c
     if (targets[0].buffer.defined()) write_one(targets[0].buffer, targets[0].accumulate, dy, x);
     return;
   }
-  if (write_by_kernel(targets, dy, x, *groups)) return;
+  if (write_by_kernel(targets, dy, x, *groups) || write_by_grouped_mm(targets, dy, x, *groups)) return;
   const bool one = targets.size() == 1 && targets[0].buffer.dim() == 3;
   int64_t begin = 0;
   for (int64_t e = 0; e < groups->experts(); ++e) {
@@ -115,6 +133,7 @@ void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, c
 
 std::vector<at::Tensor> WgradJob::run(When when) {
   at::NoGradGuard no_grad;
+  if (groups_) raise_complaint();
   std::vector<GradTarget> targets(slots_.size());
   std::vector<at::Tensor> made(slots_.size());
   bool any = false;

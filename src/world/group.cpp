@@ -69,6 +69,12 @@ Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call
   return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(end));
 }
 
+// What a part takes in a message of several, so that the next begins where a number of any type may.
+int64_t padded(const at::Tensor& part) {
+  constexpr int64_t alignment = 16;
+  return (static_cast<int64_t>(part.nbytes()) + alignment - 1) / alignment * alignment;
+}
+
 // `sent`: for every rank, its part of every sum. Everybody's parts for this rank come, and are summed in rank order.
 Pending reduce_here(Group::Impl& group, std::vector<at::Tensor> outs, at::Tensor sent) {
   at::Tensor received = at::empty_like(sent);
@@ -80,7 +86,7 @@ Pending reduce_here(Group::Impl& group, std::vector<at::Tensor> outs, at::Tensor
       for (int r = 0; r < size; ++r) inputs.push_back(place + r * row);
       void* output = out.data_ptr();
       reduce_in_order(inputs, std::span<void* const>(&output, 1), out.numel(), out.scalar_type(), Reduction::sum);
-      place += out.nbytes();
+      place += padded(out);
     }
   };
   std::vector<at::Tensor> keep = std::move(outs);
@@ -205,7 +211,7 @@ Pending Group::reduce_scatter(const std::vector<Part>& parts) {
   int64_t row = 0;  // bytes for one rank
   for (const Part& part : parts) {
     check_parts(*impl_, "reduce_scatter", part.full, part.shard);
-    row += static_cast<int64_t>(part.shard.nbytes());
+    row += padded(part.shard);
   }
   if (row == 0) return {};
   std::vector<at::Tensor> outs;
@@ -215,7 +221,7 @@ Pending Group::reduce_scatter(const std::vector<Part>& parts) {
     const int64_t bytes = static_cast<int64_t>(part.shard.nbytes());
     sent.narrow(1, offset, bytes).copy_(as_real(part.full).view(at::kByte).view({size(), bytes}));
     outs.push_back(as_real(part.shard));
-    offset += bytes;
+    offset += padded(part.shard);
   }
   return reduce_here(*impl_, std::move(outs), sent.view({-1}));
 }

@@ -2,6 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
+#include <string>
+
+#include "plumb/nn.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -178,6 +182,114 @@ TEST_F(Cuda, AFirstStepIsNotCaptured) {
   }
   graph.capture_end();
   EXPECT_NE(said.find("run a step with the same gradients first"), std::string::npos) << said;
+}
+
+class CudaTokens : public Cuda {
+ protected:
+  static constexpr int64_t experts = 300, width = 64, rows = 500;  // more experts than one block has threads
+
+  void SetUp() override {
+    Cuda::SetUp();
+    if (IsSkipped()) return;
+    if (at::cuda::getCurrentDeviceProperties()->major != 9)
+      GTEST_SKIP() << "no Hopper device: the host waits and checks";
+    grouped->to(at::kCUDA, at::kBFloat16);
+    x = at::randn({rows, width}, at::TensorOptions(at::kCUDA).dtype(at::kBFloat16));
+  }
+
+  // Random sizes that add up to `rows`.
+  static at::Tensor sizes() { return at::bincount(at::randint(experts, {rows}), {}, experts); }
+  at::Tensor forward(const at::Tensor& counts, bool ends) {
+    const at::Tensor there = counts.pin_memory().to(at::kCUDA, /*non_blocking=*/true);
+    return grouped->forward(x, ends ? nn::Tokens::ends(there) : nn::Tokens::sizes(there));
+  }
+  static std::string error_of(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  nn::GroupedLinear grouped{nn::GroupedLinearOptions{.experts = experts, .in = width, .out = width}};
+  at::Tensor x;
+};
+
+TEST_F(CudaTokens, AreNeverWaitedFor) {
+  for (const auto sums : {at::kFloat, at::kBFloat16}) {
+    Options options;
+    options.accumulate_dtype = sums;
+    Engine engine(World(), *grouped, AdamW{.lr = 0.01}, options);
+    for (int step = 0; step < 6; ++step) {
+      const at::Tensor counts = sizes();
+      const at::Tensor given = step % 2 ? counts.cumsum(0) : counts;
+      const at::Tensor pinned = given.pin_memory();
+      std::optional<NoSynchronisation> strict;
+      if (step >= 3) strict.emplace();
+      const at::Tensor there = pinned.to(at::kCUDA, /*non_blocking=*/true);
+      for (int micro = 0; micro < 2; ++micro) {
+        grouped->forward(x, step % 2 ? nn::Tokens::ends(there) : nn::Tokens::sizes(there)).sum().backward();
+      }
+      engine.step();
+      strict.reset();
+      // The same as counts that the host sees.
+      const at::Tensor seen = grouped->forward(x, nn::Tokens::sizes(counts));
+      EXPECT_TRUE(forward(given, step % 2).equal(seen)) << "step " << step;
+      const at::Tensor gradient = grouped->weights[0].grad().to(at::kDouble);
+      const at::Tensor sizes_there = counts.to(at::kCUDA);
+      const at::Tensor group = at::repeat_interleave(sizes_there);
+      const at::Tensor wanted = at::zeros({experts, width}, gradient.options()).index_add_(0, group, x.to(at::kDouble));
+      const at::Tensor off = (gradient - 2 * wanted.unsqueeze(1)).abs().max();
+      EXPECT_LT(off.item<double>(), sums == at::kFloat ? 1e-4 : 0.2) << "step " << step << ", sums of " << sums;
+      engine.zero_grad();
+    }
+  }
+}
+
+TEST_F(CudaTokens, ThatCannotBeAreAnErrorOfTheNextCall) {
+  Engine engine(World(), *grouped, AdamW{.lr = 0.01});
+  const at::Tensor good = sizes();
+  struct Case {
+    at::Tensor counts;
+    bool ends;
+    std::string said;
+  };
+  std::vector<Case> cases;
+  const auto changed = [&](const at::Tensor& from, int64_t expert, int64_t by) {
+    at::Tensor to = from.clone();
+    to[expert] += by;
+    return to;
+  };
+  cases.push_back({changed(good, 7, 3), false, "add up to 503; expected 500"});
+  cases.push_back({changed(good, 299, -good[299].item<int64_t>() - 2), false, "expert 299 is given -2 tokens"});
+  cases.push_back({at::full({experts}, INT64_MAX), false, "expert 0 is given 9223372036854775807 tokens"});
+  cases.push_back({changed(good.cumsum(0), 299, 1), true, "add up to 501; expected 500"});
+  cases.push_back({changed(good.cumsum(0), 280, -500), true, "expert 280 is given"});
+  cases.push_back({at::zeros({experts}, at::kInt), true, "add up to 0; expected 500"});
+  std::vector<at::Tensor> before;
+  for (const auto& p : grouped->parameters()) before.push_back(p.detach().clone());
+  for (const Case& c : cases) {
+    for (const int who : {0, 1, 2}) {
+      const at::Tensor y = forward(c.counts, c.ends);
+      c10::cuda::device_synchronize();
+      EXPECT_TRUE(y.isfinite().all().item<bool>()) << "rows that nothing wrote";
+      const std::string said = error_of([&] {
+        if (who == 0) y.sum().backward();
+        if (who == 1) forward(good, false);
+        if (who == 2) engine.step();
+      });
+      EXPECT_NE(said.find(c.said), std::string::npos) << who << ": " << said;
+      EXPECT_NE(said.find("zero_grad()"), std::string::npos) << said;
+      engine.zero_grad();
+      EXPECT_EQ(error_of([&] { forward(good, false); }), "") << "an error is told once";
+    }
+  }
+  c10::cuda::device_synchronize();
+  size_t i = 0;
+  for (const auto& p : grouped->parameters()) EXPECT_TRUE(p.equal(before[i++])) << "a step was made of wrong counts";
+  forward(good, false).sum().backward();
+  EXPECT_EQ(error_of([&] { engine.step(); }), "");
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Gradients of the modules against plain operations and finite differences, in every pattern of backwards.
 #include <torch/torch.h>
 
+#include "nn/product.h"
 #include "nn/support/fused.h"
 #include "plumb/error.h"
 
@@ -311,6 +312,30 @@ TEST(BadTokens, AreAnErrorBeforeAnything) {
   EXPECT_THAT(error_of(Tokens::sizes(at::tensor({5.0, 5.0, 0.0})), x), HasSubstr("expected integers"));
   EXPECT_THAT(error_of(Tokens::sizes(at::tensor({5, 5, 0})), at::randn({10, 9})), HasSubstr("expected [rows, 8]"));
   EXPECT_EQ(error_of(Tokens::ends(at::tensor({5, 5, 10})), x), "no error");
+}
+
+// Grouped products of a device take one tensor: separate weights serve as one without a copy.
+TEST(SeparateExperts, LieSideBySideWhereverTheirModuleIsMoved) {
+  nn::MoE moe(nn::MoEOptions{.width = 16, .hidden = 8, .experts = 5, .weights = nn::Experts::separate});
+  const auto packed = [&] {
+    return nn::one_over(moe->experts->up).defined() && nn::one_over(moe->experts->down).defined();
+  };
+  EXPECT_TRUE(packed());
+  const at::Tensor before = moe->experts->up[3].detach().clone();
+  moe->to(at::kDouble);
+  EXPECT_TRUE(packed());
+  EXPECT_TRUE(nn::one_over(moe->experts->up)[3].equal(before.to(at::kDouble)));
+  for (const at::Device device : devices()) {
+    moe->to(device, at::kBFloat16);
+    EXPECT_TRUE(packed());
+    moe->to(device);
+    EXPECT_TRUE(packed());
+    EXPECT_TRUE(moe->experts->up[3].is_leaf() && moe->experts->up[3].requires_grad());
+  }
+  moe->experts->up[3].set_data(moe->experts->up[3].detach().clone());
+  EXPECT_FALSE(packed());
+  moe->experts->up[3].set_data(moe->experts->up[2].detach());
+  EXPECT_FALSE(packed());
 }
 
 TEST(MoE, RoutesEveryTokenAndTrainsItsRouter) {
