@@ -345,6 +345,7 @@ at::Tensor Engine::full_gradient(const at::Tensor& parameter) { return impl_->re
 
 void Engine::zero_grad() {
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
+  impl_->reducer->let_go_of_gradients();
 }
 
 void Engine::set_lr(double lr) { impl_->updater.set_lr(lr); }

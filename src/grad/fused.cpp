@@ -64,6 +64,7 @@ GradTarget Reducer::open_fused(Sink& sink) {
     if (fresh) sink.grad() = at::empty_like(sink.parameter, sink.parameter.options().dtype(bucket.dtype));
     return {sink.grad(), !fresh};
   }
+  make_gradient(bucket, Blank::padding);
   if (sink.grad_elsewhere() || sink.grad_mirrored()) {
     sink.settle();
     sink.grad() = sink.view;

@@ -71,33 +71,6 @@ void Reducer::keep_few_in_flight() {
   }
 }
 
-// `old`: what the gradient held before, in another dtype.
-void Reducer::make_gradient(Bucket& bucket, const at::Tensor& old) {
-  if (bucket.gradient.defined()) return;
-  at::NoGradGuard no_grad;
-  const c10::Device device = bucket.sinks[0]->parameter.device();
-  bucket.gradient = data_.allocate(bucket.kept.size(), at::TensorOptions().dtype(bucket.dtype).device(device));
-  if (old.defined()) {
-    bucket.gradient.copy_(old);
-  } else {
-    bucket.gradient.zero_();
-  }
-  for (Sink* sink : bucket.sinks) {
-    const bool in_bucket = sink->grad_in_bucket();
-    if (shards_gradient_) {
-      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
-      const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
-      std::vector<int64_t> shape(sink->parameter.dim() + 1, 1);
-      shape.back() = mine.size();
-      at::AutoDispatchBelowADInplaceOrView plain;
-      sink->view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
-    } else {
-      sink->view = view_in(bucket.gradient, sink->slot.offset, sink->parameter);
-    }
-    if (in_bucket) sink->grad() = sink->view;
-  }
-}
-
 void Reducer::take(Sink& sink, const at::Tensor& gradient) {
   at::NoGradGuard no_grad;
   Bucket& bucket = buckets_[sink.slot.bucket];
@@ -135,7 +108,8 @@ void Reducer::complete_incoming(Bucket& bucket) {
 
 void Reducer::reduce_incoming(Bucket& bucket) {
   at::NoGradGuard no_grad;
-  make_gradient(bucket);
+  // The first one overwrites all of it.
+  make_gradient(bucket, bucket.has_gradient() ? Blank::yes : Blank::no);
   if (deterministic_ && !bucket.shares.empty()) {
     bucket.incoming = bucket.shares.front();
     bucket.shares.clear();

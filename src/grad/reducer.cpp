@@ -136,42 +136,6 @@ bool Reducer::follow_rules() {
   return changed;
 }
 
-// A gradient that somebody keeps although .grad was cleared or replaced is his: the bucket gets other memory.
-void Reducer::renew_kept() {
-  const auto kept = [](const Bucket& bucket) {
-    size_t known = 1;  // holders of the memory: the bucket and the views
-    bool cleared = false;
-    for (const Sink* sink : bucket.sinks) {
-      if (!sink->view.defined()) continue;
-      ++known;
-      if (sink->grad_in_bucket()) continue;
-      if (sink->view.use_count() > 1) return true;
-      cleared = true;
-    }
-    return cleared && bucket.gradient.storage().use_count() > known;
-  };
-  for (Bucket& bucket : buckets_) {
-    if (!bucket.gradient.defined() || !kept(bucket)) continue;
-    const Alone alone(bucket.lanes, bucket.device());
-    renew(bucket);
-  }
-}
-
-// The same gradient in other memory, of the bucket's dtype.
-void Reducer::renew(Bucket& bucket) {
-  const at::Tensor old = bucket.gradient;
-  if (!old.defined()) return;
-  keep_for_current(old);
-  bucket.gradient.reset();
-  std::vector<bool> untouched;  // since a deterministic pass ended
-  for (const Sink* sink : bucket.sinks)
-    untouched.push_back(sink->view.defined() && sink->view._version() == sink->version);
-  make_gradient(bucket, old);
-  for (size_t i = 0; i < untouched.size(); ++i) {
-    if (untouched[i]) bucket.sinks[i]->version = bucket.sinks[i]->view._version();
-  }
-}
-
 // A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
 // its own before anything is copied.
 void Reducer::untangle() {
@@ -195,6 +159,7 @@ void Reducer::untangle() {
 }
 
 void Reducer::settle(Sink& sink, double scale) {
+  make_gradient(buckets_[sink.slot.bucket], Blank::padding);
   for (int i = 0; i < sink.unsettled; ++i) ledger_.settled(sink.index);
   sink.settle(scale);
 }
@@ -209,6 +174,7 @@ void Reducer::reduce(Bucket& bucket) {
   const c10::Device device = bucket.device();
   const Alone alone(bucket.lanes, device);  // contract 2: a reduction waits for every producer
   if (eats()) return reduce_incoming(bucket);
+  make_gradient(bucket, Blank::padding);
   const double mean = 1.0 / data_.size();
   const bool batched = !device.is_cpu();
   if (batched) copy_together(bucket);

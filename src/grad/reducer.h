@@ -77,6 +77,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   const Strategy& row() const { return row_; }
   // Where gradients are sharded or not, the whole reduced gradient of a parameter; undefined where it has none. Collective.
   at::Tensor full_gradient(const at::Tensor& parameter);
+  // After gradients were cleared: their memory may go, until the next one comes.
+  void let_go_of_gradients();
+  int64_t small = 1 << 20;  // bytes of a bucket that keeps its memory
   // Called with a bucket of a unit when its last expected gradient has come.
   std::function<void(Bucket&)> on_complete;
   Sink* sink_of(const at::Tensor& parameter);
@@ -123,7 +126,9 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
   bool eats() const { return deterministic_ || shards_gradient_; }
   void take(Sink& sink, const at::Tensor& gradient);
   void open_incoming(Bucket& bucket);
-  void make_gradient(Bucket& bucket, const at::Tensor& old = {});
+  // What a new gradient must hold: zeros, zeros between parameters, whose own places are about to be written, or nothing.
+  enum class Blank { yes, padding, no };
+  void make_gradient(Bucket& bucket, Blank blank = Blank::yes);
   void complete_incoming(Bucket& bucket);
   // A contribution's factor: the mean over the ranks; 1 in deterministic mode, which scales the sum of all of them.
   double incoming_scale() const { return deterministic_ ? 1.0 : 1.0 / data_.size(); }

@@ -50,6 +50,9 @@ void Reducer::settle_step() {
     throw;
   }
   if (failure_) std::rethrow_exception(failure_);
+  for (Bucket& bucket : buckets_) {
+    if (fault == Fault::consume_unreduced) make_gradient(bucket);
+  }
   held_ = false;
   for (Sink& sink : sinks_) {
     if (late[sink.slot.bucket]) continue;

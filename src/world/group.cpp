@@ -138,7 +138,7 @@ int Group::rank() const { return impl_->rank; }
 int Group::size() const { return impl_->size; }
 
 // A backend with a collective under way, or a broken one, blocks in its destructor until its time-out: such a one is
-// left to the end of the process.
+// left to the end of the process. Ours do not.
 Group::Impl::~Impl() {
   bool busy = watch && watch->failed();
   for (const auto& weak : pending) {
@@ -146,7 +146,8 @@ Group::Impl::~Impl() {
     busy = busy || (work && !work->isCompleted());
   }
   const std::string name = backend ? backend->getBackendName() : "local";
-  if (busy && name != "local" && name != "shm") (void)backend.release();
+  const bool ours = name == "local" || name == "shm" || name == "sim";
+  if (busy && !ours) (void)backend.release();
 }
 
 std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
@@ -268,11 +269,12 @@ Pending Group::barrier() {
   return start(*impl_, {}, [](c10d::Backend& backend) { return backend.barrier(); });
 }
 
+bool Group::owns_memory(c10::Device device) const {
+  return impl_->backend && device.is_cpu() == impl_->host_memory && impl_->backend->supportsTensorAlloc(device.index());
+}
+
 at::Tensor Group::allocate(int64_t numel, const at::TensorOptions& options) const {
-  const auto device = options.device();
-  if (impl_->backend && device.is_cpu() == impl_->host_memory && impl_->backend->supportsTensorAlloc(device.index())) {
-    return impl_->backend->allocateTensor(numel, options);
-  }
+  if (owns_memory(options.device())) return impl_->backend->allocateTensor(numel, options);
   return at::empty({numel}, options);
 }
 

@@ -332,6 +332,9 @@ TEST(SeparateExperts, LieSideBySideWhereverTheirModuleIsMoved) {
     EXPECT_TRUE(packed());
     EXPECT_TRUE(moe->experts->up[3].is_leaf() && moe->experts->up[3].requires_grad());
   }
+  const at::Tensor elsewhere = nn::one_over(moe->experts->up).detach().clone();
+  moe->experts->up[3].set_data(elsewhere[3]);  // at the right distance from the others, in other memory
+  EXPECT_FALSE(packed());
   moe->experts->up[3].set_data(moe->experts->up[3].detach().clone());
   EXPECT_FALSE(packed());
   moe->experts->up[3].set_data(moe->experts->up[2].detach());

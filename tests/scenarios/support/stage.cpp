@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 
+#include "engine/impl.h"
 #include "world/world_impl.h"
 
 namespace plumb::scenarios {
@@ -203,7 +204,8 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
   return outcome_of(*model);
 }
 
-Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device) {
+Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device,
+                bool dear) {
   Stage stage;
   stage.rank = world.rank();
   stage.size = world.size();
@@ -213,6 +215,7 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   Options options = scenario.options;
   options.strategy = strategy;
   Engine engine(world, *stage.model, scenario.optimizer, options);
+  if (dear) engine.impl().reducer->small = 0;
   stage.engine = &engine;
   scenario.program(stage);
   Outcome outcome = outcome_of(*stage.model, &engine);
@@ -227,7 +230,7 @@ Outcome play_engine(const Scenario& scenario, int ranks, const std::string& stra
   run_local(ranks,
             [&](World world) {
               if (dear && ranks > 1) world.impl().data->native_reduce_scatter = false;
-              Outcome mine = play_on(world, scenario, strategy);
+              Outcome mine = play_on(world, scenario, strategy, at::kCPU, dear);
               if (world.rank() == of) outcome = std::move(mine);
             },
             {.timeout = std::chrono::seconds(20)});

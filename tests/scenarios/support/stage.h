@@ -83,11 +83,12 @@ struct Outcome {
 };
 
 Outcome play_reference(const Scenario& scenario, int ranks);
-// Rank `of`'s outcome; the ranks are threads over the local backend, whose messages may be said to be dear.
+// Rank `of`'s outcome; the ranks are threads over the local backend. `dear`: messages are, so that small ones travel
+// together, and memory is, so that gradients that were cleared keep none.
 Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0, bool dear = false);
 // On a world that exists: for real processes, and for other devices.
-Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy,
-                at::Device device = at::kCPU);
+Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device = at::kCPU,
+                bool dear = false);
 
 // Empty, or the first difference in words.
 std::string difference(const Outcome& expected, const Outcome& found, double tolerance);

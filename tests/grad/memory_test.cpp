@@ -1,0 +1,77 @@
+// The memory of reduced gradients goes with them, and what comes back holds nothing old.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <limits>
+#include <mutex>
+
+#include "engine/impl.h"
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+struct Wide : torch::nn::Module {
+  Wide() {
+    // Lengths that leave gaps in their bucket.
+    for (int i = 0; i < 3; ++i) {
+      weights.push_back(register_parameter("w" + std::to_string(i), torch::randn({331, 333}) / 20));
+    }
+    small = register_parameter("small", torch::randn({5}, at::kDouble));  // in another bucket
+  }
+  at::Tensor loss(int rank) {
+    at::Tensor x = torch::full({2, 331}, 0.1 * (rank + 1));
+    for (const auto& w : weights) x = torch::tanh(x.mm(w)).narrow(1, 0, 331);
+    return x.sum() + small.square().sum().to(at::kFloat) * (rank + 1);
+  }
+  std::vector<at::Tensor> weights;
+  at::Tensor small;
+};
+
+class GradientMemory : public testing::TestWithParam<std::string> {};
+
+TEST_P(GradientMemory, GoesWithTheGradientsAndComesBackClean) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(3);
+    Wide net, twin;
+    {
+      at::NoGradGuard no_grad;
+      for (size_t i = 0; i < 3; ++i) twin.weights[i].copy_(net.weights[i]);
+      twin.small.copy_(net.small);
+    }
+    lock.unlock();
+    const Options options{.strategy = GetParam(), .clip_norm = 0.5};
+    Engine engine(world, net, SGD{.lr = 0.1, .momentum = 0.9}, options);
+    Engine keeps(world, twin, SGD{.lr = 0.1, .momentum = 0.9}, options);
+    engine.impl().reducer->small = 1000;
+    keeps.impl().reducer->small = std::numeric_limits<int64_t>::max();
+    for (int step = 0; step < 4; ++step) {
+      net.loss(world.rank()).backward();
+      twin.loss(world.rank()).backward();
+      const at::Tensor kept = net.weights[0].grad();
+      const StepInfo info = engine.step(), same = keeps.step();
+      EXPECT_TRUE(info.grad_norm.equal(same.grad_norm)) << info.grad_norm << " and " << same.grad_norm;
+      const at::Tensor before = kept.detach().clone();  // clipped
+      engine.zero_grad();
+      keeps.zero_grad();
+      for (const Bucket& bucket : engine.impl().reducer->buckets()) {
+        const bool small = bucket.dtype == at::kDouble;
+        EXPECT_EQ(bucket.gradient.defined(), small);
+      }
+      EXPECT_TRUE(kept.equal(before)) << "somebody keeps it";
+      // Whatever the memory holds by then.
+      for (const Bucket& bucket : engine.impl().reducer->buckets()) {
+        at::full({bucket.kept.size()}, std::numeric_limits<float>::quiet_NaN());
+      }
+    }
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(net.weights[i].equal(twin.weights[i])) << i;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, GradientMemory, testing::Values("ddp", "zero1", "zero2"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace plumb
