@@ -159,6 +159,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   int signal = 0;
   for (int64_t step = 0; step < s.steps && signal == 0; ++step) {
     const auto start = Clock::now();
+    engine.zero_grad();
     std::vector<double> losses;
     for (int64_t i = 0; i < micros; ++i) {
       const int64_t first = (world.rank() * micros + i) * micro;
@@ -173,7 +174,6 @@ int train(const World& world, const Settings& s, const model::Task& task) {
       losses.push_back(loss.item<double>());
     }
     const StepInfo info = engine.step();
-    engine.zero_grad();
     Shared all = share(world, losses, step);
     signal = all.signal;
 

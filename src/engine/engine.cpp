@@ -167,7 +167,7 @@ void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
   if (group.size() == 1 || tensors.empty()) return;
   at::NoGradGuard no_grad;
   // Together, so that few messages travel, and not all at once, so that no second model is held.
-  constexpr size_t together = 64 << 20;  // bytes
+  constexpr size_t together = 8 << 20;  // bytes
   auto send = [&](const std::vector<at::Tensor>& members) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& member : members) flat.push_back(member.detach().reshape(-1));

@@ -62,6 +62,8 @@ void Reducer::renew_kept() {
   };
   for (Bucket& bucket : buckets_) {
     if (!bucket.gradient.defined() || !kept(bucket)) continue;
+    data_.let_go();  // of a reduction that has ended here, and has not been heard of since
+    if (!kept(bucket)) continue;
     const Alone alone(bucket.lanes, bucket.device());
     renew(bucket);
   }

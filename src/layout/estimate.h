@@ -42,7 +42,7 @@ struct Estimate {
   int64_t parameters = 0;
   int64_t gradients = 0;
   int64_t state = 0;
-  int64_t held() const { return parameters + gradients + state; }  // always, from the first step on
+  int64_t held() const { return parameters + gradients + state; }  // after a step, until gradients are cleared
 
   // For a while inside a step.
   int64_t gathered = 0;  // the largest unit, made whole

@@ -121,6 +121,11 @@ Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, cons
   return shared;
 }
 
+void Group::let_go() const {
+  if (!impl_->backend) return;
+  if (const auto heap = heap_of(*impl_->backend)) heap->advance_all();
+}
+
 std::vector<std::string> exchange_text(const World& world, const std::string& mine, const Where& where) {
   if (world.size() == 1) return {mine};
   const int64_t length = static_cast<int64_t>(mine.size());

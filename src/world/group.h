@@ -84,6 +84,8 @@ class Group {
   // Memory that travels, from the backend where it offers its own.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
   bool owns_memory(c10::Device device) const;  // whether the backend offers its own there
+  // Of tensors that the backend holds only until everybody has noticed that a collective has ended. Waits for nobody.
+  void let_go() const;
 
   // Memory of every rank, the same length everywhere, to be read in place without asking while nobody writes it.
   // `everybody` is in rank order, and empty where ranks cannot read each other's memory. Collective.

@@ -49,6 +49,11 @@ TEST(ShmProcesses, ReadWhatARankSharedAfterItLetGo) {
   expect_all_done(start_ranks("rank 1 lets go first", 2, {{"PLUMB_TEST_BACKEND", "gloo"}}));
 }
 
+TEST(ShmProcesses, HoldNoTensorWhoseCollectiveHasEnded) {
+  expect_all_done(on_shm("hold nothing", 3));
+  expect_all_done(start_ranks("hold nothing", 2, {{"PLUMB_TEST_BACKEND", "gloo"}}));
+}
+
 TEST(ShmProcesses, MayJoinTwice) { expect_all_done(on_shm("two worlds", 2)); }
 
 TEST(ShmProcesses, AreTheChoiceOnOneMachine) {

@@ -132,6 +132,21 @@ void bench(const World& world) {
 }
 
 // What a rank shared is still there after it let go, for whoever has not.
+// An engine takes a gradient that somebody holds for the user's: a collective that has ended must hold none.
+void hold_nothing(const World& world) {
+  Group group = data_group(world);
+  for (int turn = 0; turn < 5; ++turn) {
+    for (const bool own : {false, true}) {
+      at::Tensor tensor = own ? group.allocate(500'000, at::kFloat) : at::empty({500'000});
+      group.all_reduce(tensor.fill_(1)).wait(Where());
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // every rank has heard that it ended
+      group.let_go();
+      must(tensor.storage().use_count() == 1, "nobody holds a tensor whose collective has ended");
+    }
+  }
+  world.barrier();
+}
+
 void let_go_first(const World& world) {
   const Where where;
   Group group = data_group(world);
@@ -188,6 +203,7 @@ void act(const std::string& role) {
     verbs(second);
   }
   if (role == "rank 1 lets go first") let_go_first(world);
+  if (role == "hold nothing") hold_nothing(world);
   if (role == "crossed") {
     const int64_t mine = 1;
     if (me == 1) exchange(world, {&mine, 1}, {.kind = Where::Kind::step, .step = 5, .pass = 1});
