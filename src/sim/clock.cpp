@@ -13,6 +13,7 @@ uint32_t Clock::tick(int stream) {
 uint32_t Clock::now(int stream) const { return static_cast<size_t>(stream) < known_.size() ? known_[stream] : 0; }
 
 void Clock::join(const Clock& other) {
+  other.settle();  // there and not only here: whoever joins it next finds it flat, and walks no path twice
   if (known_.size() < other.known_.size()) known_.resize(other.known_.size());
   for (size_t i = 0; i < other.known_.size(); ++i) known_[i] = std::max(known_[i], other.known_[i]);
   for (const auto& promise : other.promised_) join(promise);
