@@ -81,7 +81,8 @@ class Unit : public torch::nn::ModuleHolder<typename unit::Contained<M>::type> {
   Unit(std::shared_ptr<Module> module) : Holder(std::move(module)), door_(unit::door_of(this->impl_)) {}
   Unit(const Holder& holder) : Unit(holder.ptr()) {}
   template <class... Args>
-    requires(sizeof...(Args) > 0 && std::constructible_from<Module, Args...>)
+    requires(sizeof...(Args) > 0 && !(std::derived_from<std::remove_cvref_t<Args>, Holder> && ...) &&
+             std::constructible_from<Module, Args...>)
   explicit Unit(Args&&... args) : Unit(std::make_shared<Module>(std::forward<Args>(args)...)) {}
 
   unit::Arrow<Module> operator->() { return {door_, this->get()}; }

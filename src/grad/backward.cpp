@@ -38,7 +38,10 @@ class Running {
   std::vector<std::shared_ptr<Listener>> end(int task, bool outermost) {
     std::lock_guard lock(mutex_);
     auto node = tasks_.extract(task);
-    return outermost ? std::move(node.mapped()->listeners) : std::vector<std::shared_ptr<Listener>>{};
+    if (!outermost) return {};
+    auto listeners = std::move(node.mapped()->listeners);
+    std::ranges::sort(listeners, {}, [](const auto& listener) { return listener->number; });
+    return listeners;
   }
 
   bool listen(int task, const std::shared_ptr<Listener>& listener) {
@@ -66,6 +69,7 @@ Running& running() {
 }
 
 std::atomic<MakeHooks> make_hooks{nullptr};
+std::atomic<uint64_t> listeners_made{0};
 
 class AnnouncingEngine final : public torch::autograd::Engine {
  public:
@@ -122,6 +126,8 @@ torch::autograd::Engine& announcing_engine() {
 }
 
 }  // namespace
+
+Listener::Listener() : number(listeners_made++) {}
 
 void install() {
   static std::once_flag once;

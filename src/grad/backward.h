@@ -2,6 +2,7 @@
 // in a hook) belongs to the outermost one: one pass, not two.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <memory>
 
@@ -13,8 +14,11 @@ namespace plumb::backward {
 
 class Listener {
  public:
+  Listener();
   virtual ~Listener() = default;
-  // The outermost backward is over: on the thread that called it, outside autograd. `failure` is what it threw, or
+  const uint64_t number;  // in the order in which they were made
+  // The outermost backward is over: on the thread that called it, outside autograd, in the order of their numbers, which
+  // is the same on every rank, however the graph went through their parameters. `failure` is what it threw, or
   // null. An exception thrown here reaches the user's backward() call; it is dropped when there is a failure already.
   virtual void backward_ended(std::exception_ptr failure) = 0;
 };

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "grad/manifest.h"
 #include "grad/reducer.h"
@@ -17,7 +18,7 @@ const void* place_of(const Sink& sink) {
 }
 
 // Of a piece in f32 or f64 that has any; otherwise nothing is said.
-std::optional<std::array<double, 2>> ends_of(const at::Tensor& piece) {
+std::optional<Samples> samples_of(const at::Tensor& piece) {
   if (piece.scalar_type() != at::kFloat && piece.scalar_type() != at::kDouble) return std::nullopt;
   if (piece.numel() == 0) return std::nullopt;
   const at::Tensor dense = piece.is_contiguous() ? piece : piece.detach().contiguous();
@@ -26,7 +27,10 @@ std::optional<std::array<double, 2>> ends_of(const at::Tensor& piece) {
     return dense.scalar_type() == at::kFloat ? static_cast<double>(static_cast<const float*>(values)[i])
                                              : static_cast<const double*>(values)[i];
   };
-  return std::array<double, 2>{value(0), value(dense.numel() - 1)};
+  Samples samples;
+  const auto steps = static_cast<int64_t>(samples.size()) - 1;
+  for (int64_t i = 0; i <= steps; ++i) samples[i] = value((dense.numel() - 1) * i / steps);
+  return samples;
 }
 
 bool changed(const Sink& sink) {
@@ -78,33 +82,35 @@ void Reducer::check_changes(const std::vector<Facts>& all) {
 
 // ---- pieces of gradients
 
-// Clipping by the norm of a rank's own pieces scales them, on each rank by another factor. To notice, two elements of every
-// piece are remembered; all of a rank's pieces scaled alike, and those of its neighbour, with which it shares a
-// parameter, otherwise, is not what anybody means.
+// Clipping by the norm of a rank's own pieces scales them, on each rank by another factor. To notice, some elements of
+// every piece are remembered; all of a rank's pieces scaled alike, and those of its neighbour, with which it shares a
+// parameter, otherwise, is not what anybody means. Elements of one size alone tell nothing: their signs would look so.
 void Reducer::sample_pieces() {
   if (!shards_gradient_ || deterministic_ || groups_.shard.size() == 1) return;
   for (Sink& sink : sinks_) {
     if (!sink.grad_in_bucket() || !sink.view.is_cpu()) continue;
-    sink.samples = ends_of(sink.view);
+    sink.samples = samples_of(sink.view);
   }
 }
 
 double Reducer::factor_of_pieces() const {
-  double factor = 0;
+  double factor = 0, least = std::numeric_limits<double>::infinity(), most = 0;
   int seen = 0;
   for (const Sink& sink : sinks_) {
     if (!sink.samples || !sink.grad().defined() || !sink.grad().is_cpu()) continue;
     if (sink.grad().sizes() != sink.view.sizes()) continue;
-    const auto now = ends_of(sink.grad());
+    const auto now = samples_of(sink.grad());
     if (!now) return 0;
     for (size_t i = 0; i < now->size(); ++i) {
       if ((*sink.samples)[i] == 0) continue;
       const double ratio = (*now)[i] / (*sink.samples)[i];
       if (seen++ == 0) factor = ratio;
       if (!(std::abs(ratio - factor) <= 1e-5 * std::abs(factor))) return 0;
+      least = std::min(least, std::abs((*sink.samples)[i]));
+      most = std::max(most, std::abs((*sink.samples)[i]));
     }
   }
-  return seen < 4 ? 0 : factor;
+  return most > 1.001 * least ? factor : 0;
 }
 
 void Reducer::check_factors(const std::vector<Facts>& all) {

@@ -107,9 +107,25 @@ void Reducer::hook(Sink& sink) {
   if (sink.accumulator || !torch::autograd::isDifferentiableType(sink.parameter.scalar_type())) return;
   const bool frozen = !sink.parameter.requires_grad();
   if (frozen) sink.parameter.set_requires_grad(true);
-  sink.accumulator = torch::autograd::impl::grad_accumulator(sink.parameter);
+  listen_to(sink, torch::autograd::impl::grad_accumulator(sink.parameter));
+  sink.parameter.register_hook([weak = weak_from_this(), target = &sink](const at::Tensor&) {
+    if (auto self = weak.lock()) self->follow_accumulator(*target);
+  });
   if (frozen) sink.parameter.set_requires_grad(false);
-  // Hooks cannot be taken off again, and may outlive this object in a graph the user keeps.
+  offer_fused(sink);
+}
+
+// A parameter that was given other memory (torch::load) or another dtype for a while gets a new accumulator, which knows
+// nothing of us. Hooks of the parameter itself stay, and run first.
+void Reducer::follow_accumulator(Sink& sink) {
+  const std::lock_guard lock(mutex_);
+  const NodePtr now = torch::autograd::impl::try_get_grad_accumulator(sink.parameter);
+  if (!stopped_ && now && now != sink.accumulator) listen_to(sink, now);
+}
+
+// Hooks cannot be taken off again, and may outlive this object in a graph the user keeps.
+void Reducer::listen_to(Sink& sink, const NodePtr& accumulator) {
+  sink.accumulator = accumulator;
   std::weak_ptr<Reducer> weak = weak_from_this();
   Sink* target = &sink;
   sink.accumulator->add_pre_hook(std::make_unique<PreHook>([weak, target](const at::Tensor& gradient) {
@@ -119,7 +135,6 @@ void Reducer::hook(Sink& sink) {
   sink.accumulator->add_post_hook(std::make_unique<PostHook>([weak, target](const at::Tensor& gradient) {
     if (auto self = weak.lock()) self->after_accumulation(*target, gradient);
   }));
-  offer_fused(sink);
 }
 
 void Reducer::place(const Layout& layout, const std::vector<int>& indices) {

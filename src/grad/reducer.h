@@ -105,6 +105,8 @@ class Reducer : public backward::Listener, public std::enable_shared_from_this<R
 
   bool in_pass() const;  // whether a contribution that comes now belongs to a pass, or comes between two
   void join_pass(Sink& sink, bool contributes);
+  void follow_accumulator(Sink& sink);
+  void listen_to(Sink& sink, const NodePtr& accumulator);
   at::Tensor before_accumulation(Sink& sink, const at::Tensor& gradient);
   void after_accumulation(Sink& sink, const at::Tensor& gradient);
   void open_pass();

@@ -24,6 +24,8 @@ namespace plumb {
 
 class FusedSink;
 
+using Samples = std::array<double, 8>;  // elements of a tensor, evenly spaced
+
 struct Sink {
   int index = -1;
   std::string name;
@@ -37,16 +39,16 @@ struct Sink {
   Slot slot;
   at::Tensor view;  // this parameter's part of its bucket
 
-  int deliveries = 0;                            // gradients handed over in this pass
-  int expected = 1;                              // in a pass: as many as in the last one
-  int unsettled = 0;                             // of those, not yet in the bucket
-  int taken = 0;                                 // of those, in the bucket's `incoming`
-  bool raw = false;                              // those in `incoming` are not scaled yet
-  bool given = false;                            // in this pass, this rank contributed something to `incoming`
-  uint32_t version = 0;                          // of the view when a deterministic pass ended
-  uint32_t seen_version = 0;                     // of the parameter when the last step ended
-  const void* seen_place = nullptr;              // and where it lay
-  std::optional<std::array<double, 2>> samples;  // of the piece after its reduction: the first element, and the last
+  int deliveries = 0;                // gradients handed over in this pass
+  int expected = 1;                  // in a pass: as many as in the last one
+  int unsettled = 0;                 // of those, not yet in the bucket
+  int taken = 0;                     // of those, in the bucket's `incoming`
+  bool raw = false;                  // those in `incoming` are not scaled yet
+  bool given = false;                // in this pass, this rank contributed something to `incoming`
+  uint32_t version = 0;              // of the view when a deterministic pass ended
+  uint32_t seen_version = 0;         // of the parameter when the last step ended
+  const void* seen_place = nullptr;  // and where it lay
+  std::optional<Samples> samples;    // of the piece after its reduction
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }
   bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }

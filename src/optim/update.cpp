@@ -135,7 +135,14 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
   State& state = states_[sink.index];
   at::Tensor parameter = sink.parameter;
   const bool away = state.home.defined() && parameter.const_data_ptr() != state.home.const_data_ptr();
-  if (!away && parameter._version() == state.version) return;
+  const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated);
+  const bool mastered = flats.master && mine.size() > 0;
+  const at::Tensor now =
+      mastered && !away ? flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size()) : at::Tensor();
+  if (!away && parameter._version() == state.version) {
+    // A change through p.data() leaves no trace but the values. A device would make the host wait for them.
+    if (!now.defined() || !now.is_cpu() || now.equal(state.weight.to(now.scalar_type()))) return;
+  }
   check(rank_, !capturing(parameter.device()) || !(away || flats.master),
         "parameter '" + sink.name +
             "' was changed since the last step, and step() is captured into a graph, which would "
@@ -149,9 +156,10 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
     keep_for_current(parameter);
     parameter.set_data(state.home);
   }
-  if (const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated); flats.master && mine.size() > 0) {
-    const at::Tensor now = flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size());
-    state.weight.copy_(at::where(state.weight.to(now.dtype()) == now, state.weight, now.to(state.weight.dtype())));
+  if (mastered) {
+    const at::Tensor value = flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size());
+    state.weight.copy_(
+        at::where(state.weight.to(value.dtype()) == value, state.weight, value.to(state.weight.dtype())));
   }
   state.version = parameter._version();
 }

@@ -1,0 +1,119 @@
+// What users do to parameters and gradients behind the engine's back: followed, or an error.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <sstream>
+
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+struct One : torch::nn::Module {
+  One(int64_t size, double value, at::ScalarType dtype = at::kFloat) {
+    p = register_parameter("p", torch::full({size}, value, dtype));
+  }
+  at::Tensor p;
+};
+
+class UserChangesIn : public testing::TestWithParam<std::string> {};
+
+// A whole model that is loaded, or goes to another dtype and back, gets new accumulators.
+TEST_P(UserChangesIn, AModelThatIsLoadedIsStillHeardOf) {
+  for (const bool on_rank_0 : {false, true}) {
+    run_local(2, [&](World world) {
+      auto model = std::make_shared<One>(40, 1.0);
+      std::stringstream saved;
+      torch::save(model, saved);
+      Engine engine(world, *model, SGD{.lr = 1}, {.strategy = GetParam()});
+      for (int step = 0; step < 3; ++step) {
+        if (step == 1) model->to(at::kDouble);
+        if (step == 1) model->to(at::kFloat);
+        if (step != 1 && on_rank_0) {
+          const Gathered all = engine.gathered({model->p}, Access::write);
+          saved.seekg(0);
+          if (world.rank() == 0) torch::load(model, saved);
+        } else if (step != 1) {
+          saved.seekg(0);
+          torch::load(model, saved);
+        }
+        (model->p.sum() * (world.rank() ? 3.0 : 1.0)).backward();
+        const at::Tensor gradient = engine.full_gradient(model->p);
+        EXPECT_TRUE(gradient.eq(2).all().item<bool>()) << "step " << step << ": " << gradient[0];
+        engine.step();
+        engine.zero_grad();
+        const double wanted = step == 1 ? -3 : -1;
+        EXPECT_TRUE(engine.full_parameter(model->p).eq(wanted).all().item<bool>()) << "step " << step;
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, UserChangesIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
+                         [](const auto& info) { return info.param; });
+
+TEST(UserChanges, ANormOfPiecesIsNoticedInASingleParameter) {
+  for (const int ranks : {2, 3, 4}) {
+    run_local(ranks, [&](World world) {
+      One model(60, 0.0);
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+      (model.p * torch::arange(1, 61)).sum().backward();
+      torch::nn::utils::clip_grad_norm_(model.parameters(), 1.0);
+      try {
+        engine.step();
+        ADD_FAILURE() << "a step of pieces that were clipped each by its own norm";
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr("Options::clip_norm"));
+      }
+    });
+  }
+  // Signs are the same whoever takes them, also of gradients of one size on each rank.
+  run_local(2, [](World world) {
+    One model(64, 0.0);
+    Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+    (model.p * (1 + torch::arange(0, 64).div(32, "floor"))).sum().backward();
+    model.p.mutable_grad().sign_();
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(model.p).eq(-1).all().item<bool>());
+  });
+}
+
+TEST(UserChanges, AChangeThatLeavesNoVersionReachesTheMasterWeights) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const int ranks : {1, 2}) {
+      run_local(ranks, [&](World world) {
+        One model(40, 1.0, at::kBFloat16);
+        Engine engine(world, model, SGD{.lr = 0}, {.strategy = strategy});
+        for (int step = 0; step < 2; ++step) {
+          if (step == 1) model.p.data().zero_();
+          model.p.sum().backward();
+          engine.step();
+          engine.zero_grad();
+        }
+        EXPECT_EQ(engine.full_parameter(model.p).abs().max().item<float>(), 0) << strategy << " on " << ranks;
+      });
+    }
+  }
+}
+
+// Passes end in one order on every rank, however the graph went through the engines.
+TEST(UserChanges, AGraphMayPassTwoEnginesInAnotherOrderOnAnotherRank) {
+  run_local(2, [](World world) {
+    One a(4, 1.0), b(4, 1.0);
+    Engine first(world, a, SGD{.lr = 1}), second(world, b, SGD{.lr = 1});
+    const at::Tensor x = torch::ones({4});
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor y = world.rank() == 0 ? torch::relu(x * a.p) * b.p : torch::relu(x * b.p) * a.p;
+      y.sum().backward();
+      first.step();
+      second.step();
+      first.zero_grad();
+      second.zero_grad();
+    }
+    EXPECT_TRUE(a.p.equal(b.p));
+  });
+}
+
+}  // namespace
+}  // namespace plumb
