@@ -97,6 +97,33 @@ TEST(UserChanges, AChangeThatLeavesNoVersionReachesTheMasterWeights) {
   }
 }
 
+// A gradient that is another's memory, which is scaled and reduced first, or last.
+TEST(UserChanges, GradientsThatShareMemoryAreTakenApart) {
+  for (const bool swapped : {false, true}) {
+    run_local(2, [&](World world) {
+      One a(400, 0.0), b(400, 0.0);
+      Options options;
+      options.bucket_bytes = options.first_bucket_bytes = 1000;
+      Engine engine(world, NamedTensors{{"a", a.p}, {"b", b.p}}, {}, SGD{.lr = 1}, options);
+      const auto backward = [&](double scale) { ((a.p + 2 * b.p).sum() * (scale * (world.rank() + 1))).backward(); };
+      backward(1);
+      {
+        const NoSync quiet(engine);
+        backward(1);
+      }
+      if (swapped) {
+        b.p.mutable_grad() = a.p.grad().detach();
+      } else {
+        a.p.mutable_grad() = b.p.grad().detach();
+      }
+      engine.step();
+      const double wanted = swapped ? -3 : -6;
+      EXPECT_TRUE(a.p.eq(wanted).all().item<bool>()) << a.p[0];
+      EXPECT_TRUE(b.p.eq(wanted).all().item<bool>()) << b.p[0];
+    });
+  }
+}
+
 // Passes end in one order on every rank, however the graph went through the engines.
 TEST(UserChanges, AGraphMayPassTwoEnginesInAnotherOrderOnAnotherRank) {
   run_local(2, [](World world) {
