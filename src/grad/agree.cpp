@@ -35,11 +35,11 @@ void Reducer::check_in_step(const std::vector<Facts>& all) const {
     const Facts& first = all[0];
     const Facts& other = all[rank];
     if (other.kind != first.kind || other.step != first.step || other.pass != first.pass) {
-      throw Error(world_.rank(),
-                  "rank 0 " + told(first) + ", but rank " + std::to_string(rank) + " " + told(other) +
-                      ". Every rank must run the same number of backwards before step(), and the same ones "
-                      "under no_sync; a rank with nothing to contribute calls engine.backward() all "
-                      "the same");
+      throw Error(
+          world_.rank(),
+          "rank 0 " + told(first) + ", but rank " + std::to_string(rank) + " " + told(other) +
+              ". Every rank must run the same number of backwards before step(), and the same ones under no_sync; a "
+              "rank with nothing to contribute calls engine.backward() all the same");
     }
     if (other.rules != first.rules) {
       throw Error(world_.rank(), "the grad_dtype of some parameter differs between rank 0 and rank " +

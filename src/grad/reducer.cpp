@@ -67,6 +67,7 @@ void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
       if (shards_gradient_) {
         sink.grad() = sink.grad().to(sink.rule.bucket).to_dense();
       } else {
+        make_gradient(bucket, Blank::padding);
         settle(sink, 1.0);
       }
     }
@@ -159,7 +160,6 @@ void Reducer::untangle() {
 }
 
 void Reducer::settle(Sink& sink, double scale) {
-  make_gradient(buckets_[sink.slot.bucket], Blank::padding);
   for (int i = 0; i < sink.unsettled; ++i) ledger_.settled(sink.index);
   sink.settle(scale);
 }

@@ -50,8 +50,8 @@ void Reducer::settle_step() {
     throw;
   }
   if (failure_) std::rethrow_exception(failure_);
-  for (Bucket& bucket : buckets_) {
-    if (fault == Fault::consume_unreduced) make_gradient(bucket);
+  if (fault == Fault::consume_unreduced) {
+    for (Bucket& bucket : buckets_) make_gradient(bucket);
   }
   held_ = false;
   for (Sink& sink : sinks_) {

@@ -2,12 +2,9 @@
 
 #include <map>
 
+#include "world/round.h"
+
 namespace plumb {
-namespace {
-
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-}  // namespace
 
 Layout plan(const std::vector<Item>& items, const std::vector<int>& order, const LayoutOptions& options) {
   Layout layout;

@@ -14,6 +14,9 @@
 namespace plumb::nn {
 namespace {
 
+// One target [groups, out, in] instead of one per group.
+bool is_grouped(const std::vector<GradTarget>& targets) { return targets.size() == 1 && targets[0].buffer.dim() == 3; }
+
 // target (+)= dyᵀ x
 void write_one(const at::Tensor& buffer, bool accumulate, const at::Tensor& dy, const at::Tensor& x) {
   at::Tensor out = buffer;
@@ -50,7 +53,7 @@ bool write_by_kernel([[maybe_unused]] const std::vector<GradTarget>& targets, [[
                      [[maybe_unused]] const at::Tensor& x, [[maybe_unused]] const Groups& groups) {
 #ifdef PLUMB_CUDA_KERNELS
   if (!dy.is_cuda() || dy.scalar_type() != at::kBFloat16 || dy.size(0) == 0) return false;
-  const bool one = targets.size() == 1 && targets[0].buffer.dim() == 3;
+  const bool one = is_grouped(targets);
   std::vector<float*> sums;
   for (const GradTarget& target : targets) {
     if (!target.buffer.defined() || target.buffer.scalar_type() != at::kFloat) return false;
@@ -99,7 +102,7 @@ bool write_by_grouped_mm(const std::vector<GradTarget>& targets, const at::Tenso
     if (target.buffer.defined() && target.buffer.scalar_type() != dy.scalar_type()) return false;
   }
   const at::Tensor made = at::_grouped_mm(dy.t(), x, groups.ends());
-  const bool one = targets.size() == 1 && targets[0].buffer.dim() == 3;
+  const bool one = is_grouped(targets);
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i].buffer.defined()) continue;
     const at::Tensor part = one ? made : made.select(0, static_cast<int64_t>(i));
@@ -118,7 +121,7 @@ void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, c
     return;
   }
   if (write_by_kernel(targets, dy, x, *groups) || write_by_grouped_mm(targets, dy, x, *groups)) return;
-  const bool one = targets.size() == 1 && targets[0].buffer.dim() == 3;
+  const bool one = is_grouped(targets);
   int64_t begin = 0;
   for (int64_t e = 0; e < groups->experts(); ++e) {
     const int64_t rows = groups->sizes()[e];

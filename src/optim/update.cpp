@@ -135,10 +135,9 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
   State& state = states_[sink.index];
   at::Tensor parameter = sink.parameter;
   const bool away = state.home.defined() && parameter.const_data_ptr() != state.home.const_data_ptr();
-  const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated);
-  const bool mastered = flats.master && mine.size() > 0;
-  const at::Tensor now =
-      mastered && !away ? flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size()) : at::Tensor();
+  const Range mine = flats.master ? overlap(sink.slot, parameter.numel(), bucket.updated) : Range{};
+  at::Tensor now;  // what this rank's master stands for
+  if (mine.size() > 0) now = flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size());
   if (!away && parameter._version() == state.version) {
     // A change through p.data() leaves no trace but the values. A device would make the host wait for them.
     if (!now.defined() || !now.is_cpu() || now.equal(state.weight.to(now.scalar_type()))) return;
@@ -156,10 +155,8 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
     keep_for_current(parameter);
     parameter.set_data(state.home);
   }
-  if (mastered) {
-    const at::Tensor value = flats.parameter.narrow(0, mine.begin - bucket.held.begin, mine.size());
-    state.weight.copy_(
-        at::where(state.weight.to(value.dtype()) == value, state.weight, value.to(state.weight.dtype())));
+  if (now.defined()) {
+    state.weight.copy_(at::where(state.weight.to(now.dtype()) == now, state.weight, now.to(state.weight.dtype())));
   }
   state.version = parameter._version();
 }

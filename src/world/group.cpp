@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "world/round.h"
 #include "world/sum.h"
 #include "world/world_impl.h"
 
@@ -72,7 +73,7 @@ Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call
 // What a part takes in a message of several, so that the next begins where a number of any type may.
 int64_t padded(const at::Tensor& part) {
   constexpr int64_t alignment = 16;
-  return (static_cast<int64_t>(part.nbytes()) + alignment - 1) / alignment * alignment;
+  return round_up(static_cast<int64_t>(part.nbytes()), alignment);
 }
 
 // `sent`: for every rank, its part of every sum. Everybody's parts for this rank come, and are summed in rank order.

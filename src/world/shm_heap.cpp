@@ -24,6 +24,7 @@
 #include <random>
 #include <sstream>
 
+#include "world/round.h"
 #include "world/shm_ring.h"
 
 namespace plumb {
@@ -32,8 +33,6 @@ namespace {
 constexpr int64_t page = 4096;
 constexpr int64_t idle_limit = 64 << 20;      // of borrowed blocks that came back
 constexpr int64_t all_segments = 32LL << 40;  // of address space, in one process
-
-int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
 std::string reason() { return std::strerror(errno); }
 

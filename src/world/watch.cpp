@@ -280,8 +280,7 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
   if (missing.empty())
     missing =
         "every rank came, but the data did not: either to different engines (run their backwards and steps in one "
-        "order "
-        "on every rank), or the network is slow or broken (check it, or raise the time-out)";
+        "order on every rank), or the network is slow or broken (check it, or raise the time-out)";
   raise(message + ": " + missing + tail, where);
 }
 

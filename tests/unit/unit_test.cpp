@@ -25,6 +25,15 @@ void on_two(const std::function<void(World, Net&, Engine&)>& body, const std::st
   });
 }
 
+// A holder of modules is no module to be made from it.
+TEST(Units, HoldWhatAnotherHolderHolds) {
+  torch::nn::Sequential made(torch::nn::Linear(3, 4), torch::nn::ReLU(), torch::nn::Linear(4, 2));
+  Unit<torch::nn::Sequential> moved{torch::nn::Sequential(made)}, copied{made};
+  EXPECT_EQ(moved.get(), made.get());
+  EXPECT_EQ(copied.get(), made.get());
+  EXPECT_EQ(moved->forward(torch::ones({5, 3})).size(1), 2);
+}
+
 TEST(Units, KeepOnlyThisRanksShareOfTheParameters) {
   on_two([](World, Net& net, Engine& engine) {
     int64_t held = 0, whole = 0;

@@ -131,7 +131,6 @@ void bench(const World& world) {
   measure("all_reduce of 4 MiB", 100, [&] { data_group(world).all_reduce(large).wait(where); });
 }
 
-// What a rank shared is still there after it let go, for whoever has not.
 // An engine takes a gradient that somebody holds for the user's: a collective that has ended must hold none.
 void hold_nothing(const World& world) {
   Group group = data_group(world);
@@ -147,6 +146,7 @@ void hold_nothing(const World& world) {
   world.barrier();
 }
 
+// What a rank shared is still there after it let go, for whoever has not.
 void let_go_first(const World& world) {
   const Where where;
   Group group = data_group(world);
