@@ -36,6 +36,9 @@ class World {
   // a world of one when none of them is set.
   static World join(const WorldOptions& options = {});
 
+  // The same where the ranks have met already, at `store`, which serves nothing else under this prefix.
+  static World join(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options = {});
+
   // Embeds communication that already exists. `store` serves error reports (who is waiting where); without one,
   // errors name what this rank knows.
   static World adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,

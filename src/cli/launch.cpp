@@ -73,6 +73,7 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
                                   "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
                                   "MASTER_ADDR=127.0.0.1",
                                   "MASTER_PORT=" + std::to_string(port),
+                                  "PLUMB_JOB=" + std::to_string(getpid()) + "-" + std::to_string(port),
                                   std::string(kErrorFd) + "=" + std::to_string(ends[1])};
   std::vector<char*> environment;
   for (char** old = environ; *old; ++old) {

@@ -25,7 +25,8 @@ class Communicators {
   std::map<std::string, Communicator> all_;
 };
 
-World make_world(int rank, int size, const std::shared_ptr<Communicators>& all, const std::shared_ptr<Hall>& hall) {
+World make_world(int rank, int size, const std::shared_ptr<Communicators>& all,
+                 const std::shared_ptr<LocalReports>& reports) {
   auto impl = std::make_shared<World::Impl>();
   impl->rank = impl->local_rank = rank;
   impl->size = size;
@@ -34,7 +35,7 @@ World make_world(int rank, int size, const std::shared_ptr<Communicators>& all, 
   if (size == 1) return World(std::move(impl));
   auto counters = std::make_shared<Counters>();
   impl->watch =
-      std::make_shared<Watch>(rank, size, patience, patience, counters, make_hall_board(hall, rank, counters));
+      std::make_shared<Watch>(rank, size, patience, patience, counters, make_local_channel(reports, rank, counters));
   impl->another = [all, rank, size, watch = impl->watch](int number) {
     const std::string name = std::to_string(number);
     return World::Impl::Pair{make_group(all->at("data " + name, size, rank), watch, data_index),
@@ -54,11 +55,11 @@ World make_world(int rank, int size, const std::shared_ptr<Communicators>& all, 
 
 void run_world(int n, const std::function<void(World)>& body) {
   const auto all = std::make_shared<Communicators>();
-  const auto hall = make_hall(n);
+  const auto reports = make_local_reports(n);
   std::exception_ptr first;  // one rank runs at a time
   try {
     run_ranks(n, [&](int rank) {
-      World world = make_world(rank, n, all, hall);
+      World world = make_world(rank, n, all, reports);
       const auto watch = world.impl().watch;
       try {
         body(std::move(world));

@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <initializer_list>
 
 #include "plumb/error.h"
 
@@ -60,6 +61,32 @@ std::string slurm_host(const Lookup& lookup) {
   return "127.0.0.1";
 }
 
+// Only what is one for all ranks of a world, and another for any other world.
+std::string job_of(const Launcher& launcher, const Lookup& lookup) {
+  const auto first = [&](std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      const auto value = lookup(name);
+      if (value && !value->empty()) return *value;
+    }
+    return std::string();
+  };
+  if (const std::string given = first({"PLUMB_JOB"}); !given.empty()) return "job " + given;
+  const std::string name = launcher.name;
+  if (name == "torchrun") {
+    const std::string run = first({"TORCHELASTIC_RUN_ID"});
+    return run.empty() ? "" : "torchrun's run " + run;
+  }
+  if (name == "Slurm") {
+    // The parts of a heterogeneous job have numbers, and steps, of their own.
+    if (const std::string whole = first({"SLURM_HET_JOB_ID"}); !whole.empty()) return "Slurm's job " + whole;
+    const std::string job = first({"SLURM_JOB_ID", "SLURM_JOBID"});
+    const std::string step = first({"SLURM_STEP_ID", "SLURM_STEPID"});
+    return job.empty() ? "" : "Slurm's job " + job + (step.empty() ? "" : "." + step);
+  }
+  const std::string space = first({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"});
+  return space.empty() ? "" : name + "'s job " + space;
+}
+
 }  // namespace
 
 std::optional<std::string> first_node(const std::string& list) {
@@ -111,6 +138,8 @@ Place read_place(const Lookup& lookup) {
     const auto hosted = lookup("TORCHELASTIC_USE_AGENT_STORE");
     place.store_is_hosted = hosted == "True" || hosted == "true" || hosted == "1";
     place.attempt = lookup("TORCHELASTIC_RESTART_COUNT").value_or("0");
+    place.size_variable = launcher.size;
+    place.job = job_of(launcher, lookup);
     return place;
   }
   return place;

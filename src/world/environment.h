@@ -15,8 +15,10 @@ struct Place {
   int local_rank = 0;
   std::string host = "127.0.0.1";
   int port = 29500;
-  bool store_is_hosted = false;  // the launcher serves the store; every rank is a client
-  std::string attempt = "0";     // of this world: a restarted one must not read the last one's keys
+  bool store_is_hosted = false;              // the launcher serves the store; every rank is a client
+  std::string attempt = "0";                 // of this world: a restarted one must not read the last one's keys
+  std::string size_variable = "WORLD_SIZE";  // where the size stood
+  std::string job{};  // what the launcher calls the job, the same on all its ranks; empty where it has no name for it
 };
 
 using Lookup = std::function<std::optional<std::string>(const std::string& name)>;

@@ -10,8 +10,10 @@
 
 #include <cstdlib>
 #include <sstream>
+#include <stdexcept>
 
 #include "plumb/error.h"
+#include "world/bounded.h"
 
 namespace plumb {
 namespace {
@@ -42,14 +44,19 @@ std::vector<c10::intrusive_ptr<c10d::Backend>> make_gloo(const c10::intrusive_pt
   } else {
     devices.push_back(ProcessGroupGloo::createDeviceForHostname(address));
   }
-  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
-  for (int i = 0; i < count; ++i) {
-    auto options = ProcessGroupGloo::Options::create(timeout);
-    options->devices = devices;
-    groups.push_back(c10::make_intrusive<ProcessGroupGloo>(
-        c10::make_intrusive<c10d::PrefixStore>("gloo" + std::to_string(i), store), rank, size, options));
-  }
-  return groups;
+  // Bounded: gloo tries several times to reach a rank that does not answer, each time for the whole time-out.
+  auto groups = bounded(timeout, [=] {
+    std::vector<c10::intrusive_ptr<c10d::Backend>> made;
+    for (int i = 0; i < count; ++i) {
+      auto options = ProcessGroupGloo::Options::create(timeout);
+      options->devices = devices;
+      made.push_back(c10::make_intrusive<ProcessGroupGloo>(
+          c10::make_intrusive<c10d::PrefixStore>("gloo" + std::to_string(i), store), rank, size, options));
+    }
+    return made;
+  });
+  if (!groups) throw std::runtime_error("gloo did not reach all ranks within the time-out");
+  return std::move(*groups);
 }
 
 }  // namespace plumb

@@ -1,24 +1,22 @@
 // How a rank joins: finds out who it is, meets the others at the store, and makes the groups.
 #include <arpa/inet.h>
 #include <netdb.h>
-#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
-#include <future>
 #include <thread>
 
 #include "world/environment.h"
 #include "world/gloo.h"
 #include "world/nccl.h"
+#include "world/rendezvous.h"
 #include "world/shm_ring.h"
 #include "world/world_impl.h"
 
@@ -84,68 +82,6 @@ void ignore_broken_pipes() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// Whether anybody takes connections there.
-bool listens(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
-  bool accepted = false;
-  for (const addrinfo* info = found; info && !accepted; info = info->ai_next) {
-    const int fd = socket(info->ai_family, SOCK_STREAM | SOCK_NONBLOCK, 0);
-    if (fd < 0) continue;
-    pollfd entry{fd, POLLOUT, 0};
-    int failure = 0;
-    socklen_t length = sizeof failure;
-    accepted = connect(fd, info->ai_addr, info->ai_addrlen) == 0 ||
-               (errno == EINPROGRESS && poll(&entry, 1, 1'000) == 1 &&
-                getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length) == 0 && failure == 0);
-    close(fd);
-  }
-  freeaddrinfo(found);
-  return accepted;
-}
-
-c10::intrusive_ptr<c10d::Store> connect_store(const Place& place, milliseconds limit) {
-  const bool serves = place.rank == 0 && !place.store_is_hosted;
-  const std::string at = place.host + ":" + std::to_string(place.port);
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.port);
-  options.isServer = serves;
-  options.numWorkers = place.size;
-  options.waitWorkers = false;
-  options.timeout = limit;
-  options.multiTenant = true;  // a process may join again
-
-  // In a thread: a stranger that listens on the port and says nothing would hold us for ever.
-  using Result = c10::intrusive_ptr<c10d::Store>;
-  std::packaged_task<Result()> task(
-      [host = place.host, options]() -> Result { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-  std::future<Result> result = task.get_future();
-  std::thread attempt(std::move(task));
-  const std::string unreachable =
-      "cannot reach rank 0 at " + at + " within " + std::to_string(limit.count() / 1000.0).substr(0, 4) +
-      " s; see whether rank 0 runs, and set MASTER_ADDR and MASTER_PORT to its machine and port on every rank";
-  const bool answered = result.wait_for(limit + milliseconds(1'000)) == std::future_status::ready;
-  answered ? attempt.join() : attempt.detach();
-  if (!answered) {
-    if (!listens(place.host, place.port)) throw Error(place.rank, unreachable);
-    throw Error(place.rank, at + " answers, but not as plumb's rank 0 does; another program listens there: set "
-                                 "MASTER_PORT to a free port on every rank");
-  }
-  try {
-    return result.get();
-  } catch (const std::exception& e) {
-    const std::string why = first_line(e.what());
-    if (serves && (why.find("EADDRINUSE") != std::string::npos || why.find("in use") != std::string::npos)) {
-      throw Error(place.rank, "cannot serve the rendezvous at " + at +
-                                  ": the port is in use; set MASTER_PORT to a free port on every rank [" + why + "]");
-    }
-    if (serves) throw Error(place.rank, "cannot serve the rendezvous at " + at + " [" + why + "]");
-    throw Error(place.rank, unreachable + " [" + why + "]");
-  }
-}
-
 // What this rank asks for; empty leaves the choice to the place: shm on one machine, gloo otherwise.
 std::string asked_backend(const WorldOptions& options, int rank) {
   if (options.device != "cpu" && options.device != "cuda") {
@@ -205,11 +141,9 @@ std::function<std::shared_ptr<ShmHeap>()> meeting(const c10::intrusive_ptr<c10d:
 
 std::atomic<int> joins{0};  // of this process: each world has its own keys
 
-}  // namespace
-
-World World::join(const WorldOptions& options) {
-  const Place place = read_place();
-  auto impl = std::make_shared<Impl>();
+// `meet` finds the other ranks within a time.
+World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>& meet, const WorldOptions& options) {
+  auto impl = std::make_shared<World::Impl>();
   impl->rank = place.rank;
   impl->size = place.size;
   impl->local_rank = place.local_rank;
@@ -221,19 +155,16 @@ World World::join(const WorldOptions& options) {
   ignore_broken_pipes();
   hush_c10d(3);
   const milliseconds limit = std::min(options.timeout, rendezvous_limit);
-  const std::string prefix = "plumb/" + place.attempt + "/" + std::to_string(joins++);
-  impl->store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(place, limit));
+  Rendezvous rendezvous = meet(limit);
+  impl->store = rendezvous.store();
   hush_c10d(2);
   auto counters = std::make_shared<Counters>();
-  const bool hosts = place.rank == 0 && !place.store_is_hosted;
   try {
-    if (impl->store->add("seats/" + std::to_string(place.rank), 1) > 1) {
-      throw Error(place.rank, "another process has joined as rank " + std::to_string(place.rank) +
-                                  " already; give each process its own rank (or this world its own MASTER_PORT)");
-    }
-    impl->watch =
-        std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, counters,
-                                make_store_board(impl->store, place.rank, place.size, counters, limit, hosts));
+    rendezvous.settle();
+    impl->watch = std::make_shared<Watch>(
+        place.rank, place.size, options.timeout, slice, counters,
+        make_store_channel(impl->store, place.rank, place.size, counters, limit,
+                           rendezvous.serves() ? StoreHost::here : StoreHost::elsewhere, rendezvous.end()));
     const std::string agreed = agree_on_backend(*impl->store, place, asked);
     // Where there is one, the host's messages travel there, whatever carries the gradients.
     std::string why_not;
@@ -264,7 +195,7 @@ World World::join(const WorldOptions& options) {
         data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
                          timeout);
       }
-      Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
+      World::Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
       pair.data->met = heap;
       return pair;
     };
@@ -285,7 +216,7 @@ World World::join(const WorldOptions& options) {
       if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
       return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index);
     };
-    const Impl::Pair own = impl->another(0);
+    const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;
     impl->control = own.control;
   } catch (const Error& e) {
@@ -302,6 +233,32 @@ World World::join(const WorldOptions& options) {
   return World(std::move(impl));
 }
 
+}  // namespace
+
+World World::join(const WorldOptions& options) {
+  const Place place = read_place();
+  return join_at(place, [&](milliseconds limit) { return Rendezvous(place, joins++, limit); }, options);
+}
+
+World World::join(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
+  Place place;
+  place.rank = rank;
+  place.size = size;
+  const char* local = std::getenv("LOCAL_RANK");
+  place.local_rank = local != nullptr && *local != 0 ? std::atoi(local) : rank;
+  if (const char* host = std::getenv("MASTER_ADDR"); host != nullptr && *host != 0) place.host = host;
+  place.store_is_hosted = true;
+  place.size_variable = "size";
+  // By the number of worlds at this rank: all ranks join in the same order.
+  const auto meet = [&](milliseconds limit) {
+    const int64_t turn = store->add("plumb/joined/" + std::to_string(rank), 1);
+    const std::string keys = "plumb/joined/" + std::to_string(turn);
+    c10::intrusive_ptr<c10d::Store> ours = c10::make_intrusive<c10d::PrefixStore>(keys, store);
+    return Rendezvous(place, std::move(ours), limit);
+  };
+  return join_at(place, meet, options);
+}
+
 World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Store> store,
                    const WorldOptions& options) {
   auto impl = std::make_shared<Impl>();
@@ -316,16 +273,16 @@ World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr
     throw Error(impl->rank, "World::adopt of an nccl backend needs the store too: host messages travel beside it");
   }
   auto counters = std::make_shared<Counters>();
-  std::unique_ptr<Board> board;
+  std::unique_ptr<ReportChannel> channel;
   const milliseconds limit = std::min(options.timeout, rendezvous_limit);
   if (store) {
     // By the number of worlds at this rank: all ranks adopt in the same order.
     const int64_t turn = store->add("plumb/adopted/" + std::to_string(impl->rank), 1);
     impl->store = c10::make_intrusive<c10d::PrefixStore>("plumb/adopted/" + std::to_string(turn), store);
-    board = make_store_board(impl->store, impl->rank, impl->size, counters, limit, /*hosts=*/false);
+    channel = make_store_channel(impl->store, impl->rank, impl->size, counters, limit, StoreHost::elsewhere);
   }
   ignore_broken_pipes();
-  impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(board));
+  impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(channel));
   impl->data = make_group(backend, impl->watch, data_index);
   impl->control = impl->data;
   if (!on_host) {

@@ -97,7 +97,7 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     body(World(std::move(alone)));
     return;
   }
-  const auto hall = make_hall(ranks);
+  const auto reports = make_local_reports(ranks);
   const auto hubs = std::make_shared<Hubs>(ranks, options.timeout);
   std::vector<World> worlds;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -106,8 +106,8 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     impl->size = ranks;
     impl->timeout = options.timeout;
     auto counters = std::make_shared<Counters>();
-    impl->watch =
-        std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters, make_hall_board(hall, rank, counters));
+    impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters,
+                                          make_local_channel(reports, rank, counters));
     impl->another = [hubs, rank, watch = impl->watch](int number) {
       return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
                                make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};

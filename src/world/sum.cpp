@@ -44,7 +44,8 @@ void reduce(std::span<const void* const> inputs, std::span<void* const> outputs,
     }
     if (reduction == Reduction::average) {
       if constexpr (!std::is_integral_v<T>) {
-        for (int64_t i = 0; i < count; ++i) total[i] = total[i] / static_cast<Wide>(static_cast<float>(inputs.size()));
+        using Real = typename c10::scalar_value_type<Wide>::type;  // a complex number is divided part by part
+        for (int64_t i = 0; i < count; ++i) total[i] = total[i] / static_cast<Real>(inputs.size());
       }
     }
     for (void* output : outputs) {

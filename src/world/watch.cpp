@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds patience{2'000};        // for an answer of the board
+constexpr milliseconds patience{2'000};        // for an answer of the channel
 constexpr milliseconds evidence_limit{3'000};  // how long a broken connection is looked into
 constexpr milliseconds evidence_pause{100};
 constexpr milliseconds silence{1'800};  // a heartbeat missing this long is a process gone
@@ -87,7 +87,7 @@ struct Watch::Vigil {
   std::vector<Seen> seen{};
 
   void publish() {
-    if (open || !watch.board_) return;
+    if (open || !watch.channel_) return;
     open = true;
     seen.resize(watch.size_);
     ++watch.waiting_;
@@ -96,20 +96,20 @@ struct Watch::Vigil {
     report.wait = ++watch.waits_;
     report.ticket = ticket;
     report.where = where;
-    watch.board_->publish(report);
+    watch.channel_->publish(report);
   }
 
   ~Vigil() {
     if (!open) return;
     --watch.waiting_;
-    if (!watch.failed()) watch.board_->publish(Report{});
+    if (!watch.failed()) watch.channel_->publish(Report{});
   }
 };
 
 Watch::Watch(int rank, int size, milliseconds timeout, milliseconds slice, std::shared_ptr<Counters> counters,
-             std::unique_ptr<Board> board)
+             std::unique_ptr<ReportChannel> channel)
     : rank_(rank), size_(size), timeout_(timeout), slice_(slice), counters_(std::move(counters)),
-      board_(std::move(board)) {}
+      channel_(std::move(channel)) {}
 
 Watch::~Watch() = default;
 
@@ -141,12 +141,12 @@ bool Watch::awaits_us(const Report& report) const {
 // A deadlock is certain, not guessed: the other rank waits for a collective that we have not issued, we wait for one
 // that it has not issued, and a look later both still do.
 void Watch::look(Vigil& vigil) {
-  if (!board_) return;
+  if (!channel_) return;
   check();
   vigil.publish();
-  const auto heard = board_->read(patience);
+  const auto heard = channel_->read(patience);
   if (!heard) {
-    const std::string trouble = board_->trouble();
+    const std::string trouble = channel_->trouble();
     if (!trouble.empty() && ++vigil.blind_looks > 2) {
       raise("waits in " + describe(vigil.where) +
                 ", and the store that the ranks met at is gone, with the process that "
@@ -195,11 +195,11 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
   }
   const std::string text = text_of(thrown);
   if (speaks_of_time(text)) time_out(where, ticket, timeout_, text);
-  if (!board_) raise("communication failed in " + describe(where) + ": " + text, where);
+  if (!channel_) raise("communication failed in " + describe(where) + ": " + text, where);
 
   const auto begin = Clock::now();
   while (Clock::now() - begin < evidence_limit) {
-    const auto heard = board_->read(patience);
+    const auto heard = channel_->read(patience);
     if (!heard) break;
     std::string gone;
     for (int r = 0; r < size_; ++r) {
@@ -219,7 +219,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
     if (!gone.empty()) raise(gone + "; this rank was in " + describe(where) + " [" + text + "]", where);
     std::this_thread::sleep_for(evidence_pause);
   }
-  if (const std::string trouble = board_->trouble(); !trouble.empty()) {
+  if (const std::string trouble = channel_->trouble(); !trouble.empty()) {
     raise("rank 0 is gone, and with it the store that it hosts (or its launcher): " + trouble + "; this rank was in " +
               describe(where) + " [" + text + "]",
           where);
@@ -233,7 +233,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
 
 // These processes have ended. Their last words say whether that is the cause, or the consequence of another's end.
 void Watch::mourn(const std::vector<int>& dead, const Where& where) {
-  const auto heard = board_ ? board_->read(patience) : std::nullopt;
+  const auto heard = channel_ ? channel_->read(patience) : std::nullopt;
   std::string silent;
   for (const int r : dead) {
     const auto state = heard ? (*heard)[r].report.state : Report::State::running;
@@ -253,9 +253,9 @@ void Watch::mourn(const std::vector<int>& dead, const Where& where) {
 void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause) {
   std::string message = "waited " + seconds(waited) + " in " + describe(where);
   const std::string tail = cause.empty() ? "" : " [" + cause + "]";
-  const auto heard = board_ ? board_->read(patience) : std::nullopt;
+  const auto heard = channel_ ? channel_->read(patience) : std::nullopt;
   if (!heard) {
-    const std::string trouble = board_ ? board_->trouble() : "";
+    const std::string trouble = channel_ ? channel_->trouble() : "";
     raise(message + ", and not every rank came within the time-out" +
               (trouble.empty() ? "" : "; rank 0 is gone, and with it the store: " + trouble) + tail,
           where);
@@ -268,10 +268,10 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
     if (report.issued[ticket.group] >= ticket.number) continue;
     missing += (missing.empty() ? "" : "; ");
     missing += "rank " + std::to_string(r) + " did not come";
-    if (board_->beats()) missing += "; last heard of " + seconds(Clock::now() - changed) + " ago";
+    if (channel_->beats()) missing += "; last heard of " + seconds(Clock::now() - changed) + " ago";
     missing += ": it " + describe(report);
   }
-  for (int r = 0; r < size_ && missing.empty() && board_->beats(); ++r) {
+  for (int r = 0; r < size_ && missing.empty() && channel_->beats(); ++r) {
     const auto silent = Clock::now() - (*heard)[r].changed;
     if (r == rank_ || silent < silence) continue;
     missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) +
@@ -309,14 +309,14 @@ void Watch::fail(const std::string& what, int origin, const Where& where, Ticket
     failure_ = what;
     failed_.store(true, std::memory_order_release);
   }
-  if (!board_) return;
+  if (!channel_) return;
   Report report;
   report.state = Report::State::failed;
   report.ticket = ticket;
   report.where = where;
   report.origin = origin;
   report.message = what;
-  board_->publish(report);
+  channel_->publish(report);
 }
 
 void Watch::rethrow() const {
@@ -328,7 +328,7 @@ void Watch::rethrow() const {
 }
 
 void Watch::leave() {
-  if (board_) board_->leave();
+  if (channel_) channel_->leave();
 }
 
 }  // namespace plumb

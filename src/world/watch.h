@@ -9,16 +9,16 @@
 #include <string>
 #include <vector>
 
-#include "world/board.h"
 #include "world/report.h"
+#include "world/report_channel.h"
 
 namespace plumb {
 
 class Watch {
  public:
-  // `board` may be null: then errors name what this rank knows. `slice`: how long a wait stays silent.
+  // `channel` may be null: then errors name what this rank knows. `slice`: how long a wait stays silent.
   Watch(int rank, int size, std::chrono::milliseconds timeout, std::chrono::milliseconds slice,
-        std::shared_ptr<Counters> counters, std::unique_ptr<Board> board);
+        std::shared_ptr<Counters> counters, std::unique_ptr<ReportChannel> channel);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
@@ -36,9 +36,10 @@ class Watch {
   // Counts a collective that was issued on `group`, and returns its number.
   int64_t count(int group) { return (*counters_)[group].fetch_add(1) + 1; }
 
-  // Throws what this rank failed with before: after an error the groups are dead.
-  void check() const {
+  // Throws what this rank failed with before: after an error the groups are dead. Or what ends a world that is well.
+  void check() {
     if (failed_.load(std::memory_order_acquire)) rethrow();
+    if (const std::string* why = channel_ ? channel_->objection() : nullptr) raise(*why, {});
   }
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
@@ -67,7 +68,7 @@ class Watch {
   const std::chrono::milliseconds slice_;
   std::chrono::milliseconds keen_{0};
   const std::shared_ptr<Counters> counters_;
-  const std::unique_ptr<Board> board_;
+  const std::unique_ptr<ReportChannel> channel_;
   std::atomic<int64_t> waits_{0};
   std::atomic<int> waiting_{0};  // threads of this rank in a long wait
   std::atomic<bool> failed_{false};

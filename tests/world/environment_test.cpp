@@ -120,6 +120,36 @@ TEST(Environment, KnowsThatTorchrunServesTheStoreAndWhichAttemptItIs) {
   EXPECT_FALSE(place_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}).store_is_hosted);
 }
 
+// A job's name is the same on all its ranks, and another for any other job; none is better than a wrong one.
+TEST(Environment, KnowsTheJobWhereTheLauncherNamesIt) {
+  const Variables torchrun{{"RANK", "0"}, {"WORLD_SIZE", "2"}};
+  const Variables open_mpi{{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  const Variables mpich{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}};
+  const Variables slurm{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}};
+  const auto job = [](Variables launcher, const Variables& more) {
+    launcher.insert(more.begin(), more.end());
+    return place_of(launcher).job;
+  };
+  const Variables everything{
+      {"TORCHELASTIC_RUN_ID", "t"}, {"PMIX_NAMESPACE", "p"}, {"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "3"}};
+  for (const Variables& launcher : {torchrun, open_mpi, mpich, slurm}) {
+    EXPECT_EQ(job(launcher, {}), "");
+    EXPECT_EQ(job(launcher, {{"PLUMB_JOB", "mine"}}), "job mine");
+    EXPECT_EQ(job(launcher, {{"PLUMB_JOB", ""}}), "");
+  }
+  // Only the launcher that gave the rank is asked: torchrun's ranks may be spread over steps of Slurm.
+  EXPECT_EQ(job(torchrun, everything), "torchrun's run t");
+  EXPECT_EQ(job(open_mpi, everything), "Open MPI's job p");
+  EXPECT_EQ(job(mpich, everything), "MPICH's job p");
+  EXPECT_EQ(job(slurm, everything), "Slurm's job 7.3");
+  EXPECT_EQ(job(open_mpi, {{"OMPI_MCA_ess_base_jobid", "12"}}), "Open MPI's job 12");
+  EXPECT_EQ(job(slurm, {{"SLURM_JOBID", "8"}}), "Slurm's job 8");
+  EXPECT_EQ(job(slurm, {{"SLURM_JOBID", "8"}, {"SLURM_STEPID", "0"}}), "Slurm's job 8.0");
+  EXPECT_EQ(job(slurm, {{"SLURM_HET_JOB_ID", "9"}, {"SLURM_JOB_ID", "10"}, {"SLURM_STEP_ID", "0"}}), "Slurm's job 9");
+  EXPECT_EQ(place_of(open_mpi).size_variable, "OMPI_COMM_WORLD_SIZE");
+  EXPECT_EQ(place_of(torchrun).size_variable, "WORLD_SIZE");
+}
+
 TEST(Environment, SaysWhichVariableHasWhichWrongValue) {
   EXPECT_THAT(error_of({{"RANK", "abc"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK=abc"));
   EXPECT_THAT(error_of({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK=-1"));

@@ -21,7 +21,7 @@ std::vector<Process> on_shm(const std::string& role, int size, Variables variabl
 }
 
 void expect_all_done(std::vector<Process> ranks) {
-  for (auto& rank : ranks) EXPECT_EQ(rank.join(std::chrono::seconds(60)), 0) << rank.output();
+  for (auto& rank : ranks) EXPECT_EQ(rank.join(std::chrono::seconds(180)), 0) << rank.output();
 }
 
 std::set<std::string> shared_files() {

@@ -1,14 +1,11 @@
 // The shm backend with threads as ranks, which the sanitizers see: results, order, memory, and what is refused.
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include <atomic>
 #include <fstream>
 #include <random>
 #include <thread>
 
-#include "plumb/error.h"
-#include "world/shm_ring.h"
 #include "world/support/drill.h"
+#include "world/support/shm_threads.h"
 
 namespace plumb::testing {
 namespace {
@@ -18,42 +15,7 @@ using ::testing::HasSubstr;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 using std::chrono::milliseconds;
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int slowness = 10;
-#else
-constexpr int slowness = 1;
-#endif
-
-// Runs `body` on `size` threads with a heap each; `group(n)` makes the n-th group. Returns what each rank threw.
-using Groups = std::function<Backend(int64_t serial)>;
-std::vector<std::string> on_threads(int size, const std::function<void(int rank, ShmHeap& heap, const Groups&)>& body) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::string> thrown(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        std::string why_not;
-        const auto heap = ShmHeap::meet(*store, rank, size, why_not);
-        if (!heap) throw Error(rank, why_not);
-        body(rank, *heap, [&](int64_t serial) { return make_shm_backend(heap, *store, serial, milliseconds(60'000)); });
-      } catch (const std::exception& e) {
-        thrown[rank] = e.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return thrown;
-}
-
-void expect_all_well(const std::vector<std::string>& thrown) {
-  for (const auto& text : thrown) EXPECT_EQ(text, "");
-}
-
-c10::intrusive_ptr<c10d::Work> all_reduce(const Backend& group, const at::Tensor& tensor) {
-  std::vector<at::Tensor> one{tensor};
-  return group->allreduce(one);
-}
+using Groups = ShmGroups;
 
 int64_t resident_shared_kib() {
   std::ifstream status("/proc/self/status");

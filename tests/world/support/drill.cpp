@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "world/sum.h"
+#include "world/support/plain.h"
 
 namespace plumb::testing {
 namespace {
@@ -41,16 +41,11 @@ at::Tensor expected(const Job& job, int rank, int size) {
     case Verb::reduce_scatter: {
       const bool scatter = job.verb == Verb::reduce_scatter;
       std::vector<at::Tensor> inputs;
-      std::vector<const void*> in;
       for (int r = 0; r < size; ++r) {
         at::Tensor input = all(r, scatter ? job.numel * size : job.numel);
         inputs.push_back(scatter ? input.narrow(0, rank * job.numel, job.numel) : input);
-        in.push_back(inputs.back().const_data_ptr());
       }
-      at::Tensor result = at::empty({job.numel}, job.dtype);
-      void* out = result.data_ptr();
-      reduce_in_order(in, {&out, 1}, job.numel, job.dtype, reduction_of(job.reduction));
-      return result;
+      return plain_reduction(inputs, reduction_of(job.reduction));
     }
     case Verb::all_gather: {
       std::vector<at::Tensor> parts;
@@ -82,7 +77,8 @@ at::Tensor expected(const Job& job, int rank, int size) {
 void Job::issue(c10d::Backend& backend) {
   const int rank = backend.getRank();
   const int size = backend.getSize();
-  const bool shared = memory == Memory::shared || (memory == Memory::mixed && rank % 2 == 1);
+  const bool shared =
+      backend.supportsTensorAlloc(0) && (memory == Memory::shared || (memory == Memory::mixed && rank % 2 == 1));
   const auto make = [&](int64_t count) {
     return shared ? backend.allocateTensor(count, at::TensorOptions(dtype)) : at::empty({count}, dtype);
   };
@@ -105,7 +101,8 @@ void Job::issue(c10d::Backend& backend) {
   }
   input = make(in_count);
   input.copy_(data_of(rank, salt, in_count, dtype));
-  output = out_count > 0 ? make(out_count) : input;
+  const bool in_place = verb == Verb::all_reduce || verb == Verb::broadcast;
+  output = in_place ? input : make(out_count);
   std::vector<at::Tensor> one{input};
   if (verb == Verb::all_reduce) {
     c10d::AllreduceOptions options;
@@ -129,11 +126,7 @@ void Job::issue(c10d::Backend& backend) {
 void Job::finish(c10d::Backend& backend) {
   work->wait(std::chrono::seconds(60));
   if (verb == Verb::barrier) return;
-  const at::Tensor right = expected(*this, backend.getRank(), backend.getSize());
-  const auto bytes = [](const at::Tensor& tensor) {
-    return (tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor).view(at::kByte);
-  };
-  if (at::equal(bytes(output), bytes(right))) {
+  if (same_bits(output, expected(*this, backend.getRank(), backend.getSize()))) {
     input.reset();
     output.reset();
     return;
@@ -146,17 +139,20 @@ void Job::finish(c10d::Backend& backend) {
 }
 
 void drill(c10d::Backend& backend) {
-  // In bytes: in the slot, a copy, pulled from the tensor, several units, several pieces.
-  const std::vector<int64_t> sizes{1, 1000, 16'000, 40'000, 700'001};
   uint32_t salt = 0;
   const auto run = [&](Job job) {
     job.salt = ++salt;
     job.issue(backend);
     job.finish(backend);
   };
+  const bool shares = backend.supportsTensorAlloc(0);
+  const std::vector<Memory> memories =
+      shares ? std::vector{Memory::ordinary, Memory::shared, Memory::mixed} : std::vector{Memory::ordinary};
+  // In bytes: in the slot, a copy, pulled from the tensor, several units, several pieces.
+  const std::vector<int64_t> sizes{1, 1000, 16'000, 40'000, 700'001};
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort,
                            at::kChar, at::kByte, at::kComplexFloat, at::kBool}) {
-    for (const Memory memory : {Memory::ordinary, Memory::shared, Memory::mixed}) {
+    for (const Memory memory : memories) {
       for (const int64_t bytes : sizes) {
         if (bytes > 16'000 && c10::elementSize(dtype) != 2 && dtype != at::kFloat && dtype != at::kLong) continue;
         const int64_t numel = std::max<int64_t>(bytes / static_cast<int64_t>(c10::elementSize(dtype)), 1);
@@ -174,10 +170,47 @@ void drill(c10d::Backend& backend) {
       }
     }
   }
-  for (const Memory memory : {Memory::ordinary, Memory::shared, Memory::mixed}) {
-    for (const Verb verb : {Verb::all_reduce, Verb::reduce_scatter, Verb::all_gather, Verb::broadcast}) {
-      run({.verb = verb, .dtype = at::kFloat, .numel = 2'300'007, .memory = memory});
+  drill_limits(backend);
+}
+
+void drill_limits(c10d::Backend& backend) {
+  uint32_t salt = 1'000'000;
+  const int64_t size = backend.getSize();
+  const bool shares = backend.supportsTensorAlloc(0);
+  const auto run = [&](Job job) {
+    job.salt = ++salt;
+    job.root = static_cast<int>(salt % size);
+    if (!shares && job.memory != Memory::ordinary) return;
+    job.issue(backend);
+    job.finish(backend);
+  };
+  const std::vector<Verb> verbs{Verb::all_reduce, Verb::reduce_scatter, Verb::all_gather, Verb::broadcast,
+                                Verb::all_to_all};
+  // How many elements are `bytes` in the input of one rank: that of a reduce-scatter holds everybody's part.
+  const auto elements = [&](int64_t bytes, Verb verb, at::ScalarType dtype) {
+    return bytes / (static_cast<int64_t>(c10::elementSize(dtype)) * (verb == Verb::reduce_scatter ? size : 1));
+  };
+  for (const Verb verb : verbs) {
+    run({.verb = verb, .numel = 0});
+    // What fits into a slot, goes as a copy, is one unit, is two.
+    for (const int64_t limit : {1 << 10, 16 << 10, 64 << 10, 128 << 10}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kChar}) {
+        const int64_t edge = elements(limit, verb, dtype);
+        for (const int64_t numel : {edge - 1, edge, edge + 1}) {
+          for (const Memory memory : {Memory::ordinary, Memory::shared}) {
+            run({.verb = verb, .dtype = dtype, .numel = numel, .memory = memory});
+          }
+        }
+      }
     }
+    if (verb == Verb::all_to_all) continue;
+    // One piece, and several.
+    const int64_t piece = elements(4 << 20, verb, at::kFloat);
+    for (const Memory memory : {Memory::ordinary, Memory::mixed}) {
+      run({.verb = verb, .numel = piece, .memory = memory});
+      run({.verb = verb, .numel = piece + 1, .memory = memory});
+    }
+    run({.verb = verb, .numel = 2'300'007, .memory = Memory::shared});
   }
 }
 

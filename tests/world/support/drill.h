@@ -34,6 +34,9 @@ struct Job {
 // Every verb, dtype, reduction and kind of memory, at sizes around every limit of the shm backend.
 void drill(c10d::Backend& backend);
 
+// The verbs just below, at and above those limits, and with nothing to carry.
+void drill_limits(c10d::Backend& backend);
+
 // `count` random jobs over `groups`, some waited for at once and some later, in another order on each rank.
 void soak(const std::vector<c10d::Backend*>& groups, uint32_t seed, int count);
 

@@ -34,7 +34,8 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
 
 }  // namespace
 
-Process::Process(const std::string& role, const Variables& variables, const std::vector<std::string>& prefix) {
+Process::Process(const std::string& role, const Variables& variables, const std::vector<std::string>& prefix)
+    : variables_(variables) {
   Variables all = variables;
   all["PLUMB_TEST_ROLE"] = role;
   all["OMP_NUM_THREADS"] = "1";
@@ -61,12 +62,14 @@ Process::Process(const std::string& role, const Variables& variables, const std:
     execvp(argv[0], argv.data());
     _exit(127);
   }
+  started_ = pid_;
   close(ends[1]);
   pipe_ = ends[0];
 }
 
 Process::Process(Process&& other) noexcept
-    : pid_(std::exchange(other.pid_, -1)), pipe_(std::exchange(other.pipe_, -1)), output_(std::move(other.output_)) {}
+    : pid_(std::exchange(other.pid_, -1)), started_(other.started_), variables_(std::move(other.variables_)),
+      pipe_(std::exchange(other.pipe_, -1)), output_(std::move(other.output_)) {}
 
 Process::~Process() {
   if (pid_ > 0) {

@@ -30,11 +30,16 @@ class Process {
   // Exit code, or minus the signal that ended it; -1000 when it still ran at the limit.
   int join(std::chrono::seconds limit = std::chrono::seconds(30));
   const std::string& output() const { return output_; }
+  pid_t pid() const { return started_; }
+  // What it was given by that name.
+  const std::string& variable(const std::string& name) const { return variables_.at(name); }
 
  private:
   bool read_some(std::chrono::milliseconds limit);
 
-  pid_t pid_ = -1;
+  pid_t pid_ = -1;  // while it runs
+  pid_t started_ = -1;
+  Variables variables_;
   int pipe_ = -1;
   std::string output_;
 };

@@ -1,12 +1,11 @@
-// The board over a store: one thread per process beats, publishes and reads, so that nobody else ever waits for it.
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
+// The channel over a store: one thread per process beats, publishes and reads, so that nobody else ever waits for it.
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-#include "world/board.h"
+#include "world/rendezvous.h"
 
 namespace plumb {
 namespace {
@@ -20,18 +19,19 @@ constexpr milliseconds deaf{2'500};      // a rank that has not beaten this long
 
 std::string key_of(int rank) { return "report/" + std::to_string(rank); }
 
-// Shared with the thread, which outlives the board when the store hangs.
+// Shared with the thread, which outlives the channel when the store hangs.
 struct Shared {
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
   std::shared_ptr<Counters> counters;
   std::vector<std::string> keys;
+  Clock::time_point contestable;
 
   std::mutex mutex;
   std::condition_variable wake;      // for the thread
   std::condition_variable answered;  // for the others
   Report mine;
-  std::vector<Board::Heard> heard;
+  std::vector<ReportChannel::Heard> heard;
   int64_t published = 0;  // reports handed in
   int64_t sent = 0;       // of these, known to be in the store
   int64_t reads_wanted = 0;
@@ -39,6 +39,8 @@ struct Shared {
   bool stop = false;
   bool ended = false;
   std::string trouble;
+  std::string objection;  // written once, before `contested`
+  std::atomic<bool> contested{false};
 };
 
 std::string encode(Shared& shared) {
@@ -60,6 +62,10 @@ void visit(Shared& shared, std::unique_lock<std::mutex>& lock) {
     shared.store->set(key_of(shared.rank), report);
     // The set is not answered, a read is: it proves that the store has taken the report.
     if (read) values = shared.store->multiGet(shared.keys);
+    if (Clock::now() < shared.contestable && !shared.contested.load()) {
+      shared.objection = late_objection(*shared.store);
+      if (!shared.objection.empty()) shared.contested.store(true);
+    }
   } catch (const std::exception& e) {
     const std::string what = e.what();
     trouble = what.substr(0, what.find('\n'));
@@ -92,13 +98,14 @@ void beat_on(const std::shared_ptr<Shared>& shared) {
   shared->answered.notify_all();
 }
 
-class StoreBoard final : public Board {
+class StoreChannel final : public ReportChannel {
  public:
-  StoreBoard(std::shared_ptr<Shared> shared, bool hosts) : shared_(std::move(shared)), hosts_(hosts) {
+  StoreChannel(std::shared_ptr<Shared> shared, StoreHost host)
+      : shared_(std::move(shared)), hosts_(host == StoreHost::here) {
     thread_ = std::thread([shared = shared_] { beat_on(shared); });
   }
 
-  ~StoreBoard() override {
+  ~StoreChannel() override {
     leave();
     bool ended = false;
     {
@@ -140,6 +147,8 @@ class StoreBoard final : public Board {
 
   bool beats() const override { return true; }
 
+  const std::string* objection() const override { return shared_->contested.load() ? &shared_->objection : nullptr; }
+
   void leave() override {
     if (std::exchange(left_, true)) return;
     {
@@ -172,55 +181,31 @@ class StoreBoard final : public Board {
   std::thread thread_;
 };
 
-// Whether rank `r` has joined by `end`. Asked once more after a failed wait, so that a store that is gone (with whoever
-// serves it) is not taken for a rank that is missing.
-bool joined(c10d::Store& store, int r, int rank, Clock::time_point end) {
-  const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-  if (left.count() > 0) {
-    try {
-      store.wait({key_of(r)}, left);
-      return true;
-    } catch (const std::exception&) {
-    }
-  }
-  try {
-    return store.check({key_of(r)});
-  } catch (const std::exception& e) {
-    throw Error(rank,
-                "lost the store where the ranks meet before all had joined: rank 0 (or the launcher that serves it) "
-                "ended first, and its own message tells why [" +
-                    first_line(e.what()) + "]");
-  }
-}
-
 }  // namespace
 
-std::unique_ptr<Board> make_store_board(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                        std::shared_ptr<Counters> counters, milliseconds timeout, bool hosts) {
+std::unique_ptr<ReportChannel> make_store_channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                  std::shared_ptr<Counters> counters, milliseconds timeout,
+                                                  StoreHost host, Clock::time_point contestable) {
   auto shared = std::make_shared<Shared>();
   shared->rank = rank;
   shared->counters = std::move(counters);
+  shared->contestable = contestable;
   for (int r = 0; r < size; ++r) shared->keys.push_back(key_of(r));
   shared->heard.resize(size);
   store->set(key_of(rank), encode(*shared));
   const auto end = Clock::now() + timeout;
-  std::string missing;
+  std::vector<int> missing;
   for (int r = 0; r < size; ++r) {
-    if (r == rank || joined(*store, r, rank, end)) continue;
-    missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(r);
+    if (r != rank && !await_key(*store, key_of(r), rank, end)) missing.push_back(r);
   }
-  if (!missing.empty()) {
-    throw Error(rank, "waited " + std::to_string(timeout.count() / 1000.0).substr(0, 5) + " s for all " +
-                          std::to_string(size) + " ranks to join, and did not hear of " + missing +
-                          "; see whether they started, and reach the same MASTER_ADDR and MASTER_PORT");
-  }
+  if (!missing.empty()) throw not_heard_of(rank, size, timeout, missing);
   // A connection of its own: a wait of somebody else's on the store must not hold up a heartbeat.
   try {
     shared->store = store->clone();
   } catch (const std::exception&) {
     shared->store = store;
   }
-  return std::make_unique<StoreBoard>(std::move(shared), hosts);
+  return std::make_unique<StoreChannel>(std::move(shared), host);
 }
 
 }  // namespace plumb

@@ -1,0 +1,106 @@
+// The groups of a mesh, and memory that ranks read in place: who is in which, in which order, and what they see there.
+#include "plumb/error.h"
+#include "plumb/world.h"
+#include "world/group.h"
+#include "world/support/plain.h"
+
+namespace plumb::testing {
+namespace {
+
+const Where here{.detail = "a test"};
+
+// The world's ranks in this group, in its order.
+std::vector<int64_t> members(Group group, int rank) {
+  const int64_t mine = rank;
+  std::vector<int64_t> all;
+  for (const auto& one : group.exchange({&mine, 1}, here)) all.push_back(one.at(0));
+  return all;
+}
+
+TEST(Groups, FollowTheMesh) {
+  for (int size = 1; size <= 6; ++size) {
+    for (int shard = 1; shard <= size; ++shard) {
+      if (size % shard != 0) continue;
+      const Mesh mesh{.replicate = size / shard, .shard = shard};
+      run_local(size, [&](World world) {
+        for (int engine = 0; engine < 2; ++engine) {  // the second engine's are groups of its own
+          const Groups groups = new_groups(world, mesh);
+          const int me = world.rank();
+          std::vector<int64_t> everybody, shards, replicas;
+          for (int r = 0; r < size; ++r) {
+            everybody.push_back(r);
+            if (r / shard == me / shard) shards.push_back(r);
+            if (r % shard == me % shard) replicas.push_back(r);
+          }
+          EXPECT_EQ(members(groups.data, me), everybody);
+          EXPECT_EQ(members(groups.control, me), everybody);
+          EXPECT_EQ(members(groups.shard, me), shards);
+          EXPECT_EQ(members(groups.shard_control, me), shards);
+          EXPECT_EQ(members(groups.replicate, me), replicas);
+          EXPECT_EQ(groups.shard.rank(), me % shard);
+          EXPECT_EQ(groups.shard.size(), shard);
+          EXPECT_EQ(groups.replicate.rank(), me / shard);
+          EXPECT_EQ(groups.replicate.size(), size / shard);
+        }
+      });
+    }
+  }
+}
+
+// Two engines' collectives, and an axis's data and messages, are issued in any order: they never meet each other.
+TEST(Groups, OfTwoEnginesAndOfOneAxisNeverMix) {
+  run_local(4, [](World world) {
+    std::vector<Groups> engines{new_groups(world, {2, 2}), new_groups(world, {2, 2})};
+    const int me = world.rank();
+    struct Issued {
+      at::Tensor tensor;
+      float right;
+      Pending pending;
+    };
+    std::vector<Issued> issued(4);
+    for (int i = 0; i < 4; ++i) {
+      const int which = me % 2 == 0 ? i : 3 - i;  // the order differs between ranks; within a group it does not
+      Group group = which % 2 == 0 ? engines[which / 2].shard : engines[which / 2].shard_control;
+      Issued& one = issued[which];
+      one.tensor = at::full({7}, static_cast<float>(100 * which + me));
+      one.right = static_cast<float>(200 * which + (me / 2 * 4 + 1));
+      one.pending = group.all_reduce(one.tensor);
+    }
+    for (auto& one : issued) {
+      one.pending.wait(here);
+      EXPECT_TRUE(at::equal(one.tensor, at::full({7}, one.right)));
+    }
+  });
+}
+
+TEST(Groups, ThreadsReadWhatTheOthersShareInPlaceAndItOutlivesItsOwner) {
+  for (int size = 1; size <= 4; ++size) {
+    for (const int64_t numel : {0, 1, 1000}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+        run_local(size, [&](World world) {
+          Group group = data_group(world);
+          const int me = world.rank();
+          Group::Shared shared = group.share(numel, dtype, here);
+          shared.mine.copy_(varied(numel, dtype, static_cast<uint32_t>(me)));
+          world.barrier();
+          ASSERT_EQ(static_cast<int>(shared.everybody.size()), size);
+          if (me == 0) shared.mine.reset();
+          for (int r = 0; r < size; ++r) {
+            EXPECT_TRUE(same_bits(shared.everybody[r], varied(numel, dtype, static_cast<uint32_t>(r))));
+          }
+          world.barrier();
+          if (me != 0 && numel > 0) {
+            shared.mine.add_(1);  // seen by everybody
+          }
+          world.barrier();
+          for (int r = 1; r < size; ++r) {
+            EXPECT_TRUE(same_bits(shared.everybody[r], varied(numel, dtype, static_cast<uint32_t>(r)).add_(1)));
+          }
+        });
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace plumb::testing
