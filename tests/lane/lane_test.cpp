@@ -65,6 +65,18 @@ TEST_F(LaneTest, ProducersDoNotWaitForEachOther) {
   EXPECT_THAT(report(), testing::HasSubstr("write after write"));
 }
 
+TEST_F(LaneTest, ProducersOfOnePlaceDo) {
+  for (const c10::Stream stream : {left, right, main, left}) {
+    const c10::StreamGuard guard(stream);
+    lanes.begin_part(device, 7);
+    memory.narrow(0, 0, 32).add_(1);
+    lanes.end_part(device, 7);
+  }
+  lanes.begin_all(device);
+  EXPECT_EQ(memory.sum().item<float>(), 4 * 32);
+  EXPECT_EQ(report(), "no races\n");
+}
+
 TEST_F(LaneTest, AWriteAfterTheUseWasNotedIsStillWaitedFor) {
   {
     const c10::StreamGuard guard(left);
@@ -89,6 +101,51 @@ TEST_F(LaneTest, MemoryIsKeptForItsReaders) {
       (void)temporary.sum();
       readers.end_part(device);
       if (kept) readers.keep(temporary.storage().data_ptr());
+    }
+    (void)at::ones({64}, memory.options());
+    one.finish();
+    EXPECT_EQ(one.races().empty(), kept) << one.report();
+  }
+}
+
+// Whoever used it last: readers, or the one that used all of it.
+TEST_F(LaneTest, MemoryIsKeptForEverybodyWhoUsedIt) {
+  enum class Who { all, one_reader, two_readers };
+  for (const Who who : {Who::all, Who::one_reader, Who::two_readers}) {
+    for (const bool kept : {true, false}) {
+      sim::Session one(3);
+      const c10::Stream first = sim::new_stream(0, "first"), second = sim::new_stream(0, "second");
+      Lanes users;
+      {
+        const at::Tensor temporary = at::ones({64}, memory.options());
+        users.end_all(device);
+        const auto read = [&](const c10::Stream& stream, bool alone) {
+          const c10::StreamGuard guard(stream);
+          alone ? users.begin_all(device) : users.begin_part(device);
+          (void)temporary.sum();
+          alone ? users.end_all(device) : users.end_part(device);
+        };
+        read(first, who == Who::all);
+        if (who == Who::two_readers) read(second, false);
+        if (kept) users.keep(temporary.storage().data_ptr());
+      }
+      (void)at::ones({64}, memory.options());
+      one.finish();
+      EXPECT_EQ(one.races().empty(), kept) << one.report();
+    }
+  }
+}
+
+TEST_F(LaneTest, WhatOthersMadeIsKeptForTheCurrentStream) {
+  for (const bool kept : {true, false}) {
+    sim::Session one(4);
+    const c10::Stream side = sim::new_stream(0);
+    {
+      const at::Tensor temporary = at::ones({64}, memory.options());
+      sim::wait_for(side, sim::current_stream(0));
+      const c10::StreamGuard guard(side);
+      (void)temporary.sum();
+      if (kept) keep_for_current(temporary);
     }
     (void)at::ones({64}, memory.options());
     one.finish();

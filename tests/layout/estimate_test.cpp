@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 namespace plumb {
 namespace {
 
@@ -120,6 +123,59 @@ TEST(Estimate, WhatComesAndGoesIsNeverMoreThanTheModel) {
       RC_ASSERT(e.buckets <= c.model.params() * c.recipe.gradient);
     }
   });
+}
+
+// Any sizes, meshes and micro-batches, with nothing that divides: whole numbers and fractions, as the page has them.
+TEST(Estimate, IsThatOfAPlainRecomputation) {
+  EXPECT_TRUE(rc::check("everything", [] {
+    ModelShape model;
+    const auto count = *rc::gen::inRange(0, 6);
+    for (int i = 0; i < count; ++i) model.units.push_back(*rc::gen::inRange<int64_t>(1, 3'000'000));
+    model.others = *rc::gen::inRange<int64_t>(count == 0 ? 1 : 0, 3'000'000);
+    int64_t params = model.others, unit = 0;
+    for (const int64_t each : model.units) {
+      params += each;
+      unit = std::max(unit, each);
+    }
+    model.largest = *rc::gen::inRange<int64_t>(1, params + 1);
+    Plan plan;
+    plan.row = *rc::gen::elementOf(strategies());
+    plan.mesh = {*rc::gen::inRange(1, 5), *rc::gen::inRange(1, 9)};
+    plan.recipe = {*rc::gen::element<int64_t>(2, 4, 8), *rc::gen::element<int64_t>(2, 4, 8),
+                   *rc::gen::element<int64_t>(0, 4, 8, 12, 16)};
+    plan.bucket_bytes = *rc::gen::inRange<int64_t>(1, 8 << 20);
+    plan.backwards = *rc::gen::inRange<int64_t>(1, 5);
+    plan.reductions = *rc::gen::inRange<int64_t>(1, 5);
+    const auto [p, g, s] = plan.recipe;
+    const int64_t cuts = plan.mesh.shard, copies = plan.mesh.replicate;
+    const auto cut = [&](Placement placement) { return placement == Placement::sharded && cuts > 1; };
+    const auto share = [&](int64_t whole, bool is_cut) { return is_cut ? whole / cuts + (whole % cuts > 0) : whole; };
+    const bool gathers = cut(plan.row.parameter) && params > model.others;
+    const int64_t whole = cut(plan.row.parameter) ? model.others : params;
+
+    const Estimate e = estimate(model, plan);
+    RC_ASSERT(e.parameters == (whole + share(params - whole, true)) * p);
+    RC_ASSERT(e.gradients == share(params, cut(plan.row.gradient)) * g);
+    RC_ASSERT(e.state == share(params, cut(plan.row.state)) * s);
+    RC_ASSERT(e.held() == e.parameters + e.gradients + e.state);
+    RC_ASSERT(e.gathered == (gathers ? unit * p : 0));
+    int64_t bucket = 0;
+    if (cut(plan.row.gradient)) bucket = gathers ? unit * g : std::max(plan.bucket_bytes, model.largest * g);
+    RC_ASSERT(e.buckets == std::min(2 * bucket, params * g));
+
+    // Sent bytes as a fraction over shard × replicate; the estimate rounds to the nearest.
+    const int64_t over = cuts * copies;
+    int64_t sent = 0;
+    if (cut(plan.row.gradient)) {
+      sent += (cuts - 1) * copies * params * g * plan.reductions;
+      sent += 2 * (copies - 1) * params * g * plan.reductions;
+    } else {
+      sent += 2 * (over - 1) * params * g * plan.reductions;
+    }
+    if (cut(plan.row.state)) sent += (cuts - 1) * copies * whole * p;
+    sent += 2 * (cuts - 1) * copies * (params - whole) * p * plan.backwards;
+    RC_ASSERT(2 * std::abs(e.wire * over - sent) <= over + 2);  // a double may be a bit below one half
+  }));
 }
 
 TEST(Estimate, SevenBillionParametersOnEightRanks) {

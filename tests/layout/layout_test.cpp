@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
+#include <algorithm>
+#include <map>
 #include <numeric>
 #include <set>
 
@@ -110,6 +112,120 @@ TEST(Layout, OwnedRangesTileTheBucketInRankOrder) {
         at = range.end;
       }
       RC_ASSERT(at == bucket.numel);
+    }
+  });
+}
+
+// The whole layout once more, one kind at a time: a bucket is the longest run that fits under its cap. What the first
+// bucket is, all kinds decide together: the one that is complete first.
+Layout recomputed(const Input& input) {
+  const auto padded = [&](int item) { return (input.items[item].numel + kAlignment - 1) / kAlignment * kAlignment; };
+  const auto bytes = [&](int item) { return padded(item) * input.items[item].element_bytes; };
+  std::set<int> kinds;
+  for (int item : input.order) kinds.insert(input.items[item].kind);
+  struct Run {
+    size_t completed;  // by which position of the order; past the end: by nobody
+    int kind;
+    std::vector<int> items;
+  };
+  std::vector<Run> runs;
+  // The first completed bucket has the smaller cap. Until then that is the cap of all; afterwards the other is.
+  size_t first_completed = input.order.size();
+  for (const bool decided : {false, true}) {
+    runs.clear();
+    for (const int kind : kinds) {
+      std::vector<int> open;
+      int64_t filled = 0;
+      for (size_t at = 0; at < input.order.size(); ++at) {
+        const int item = input.order[at];
+        if (input.items[item].kind != kind) continue;
+        const bool first = !decided || at <= first_completed;
+        const int64_t cap = first ? input.options.first_bucket_bytes : input.options.bucket_bytes;
+        if (filled > 0 && filled + bytes(item) > cap) {
+          runs.push_back({at, kind, open});
+          open.clear();
+          filled = 0;
+        }
+        open.push_back(item);
+        filled += bytes(item);
+      }
+      if (!open.empty()) runs.push_back({input.order.size() + static_cast<size_t>(kind), kind, open});
+    }
+    if (!decided) {
+      for (const Run& run : runs) first_completed = std::min(first_completed, run.completed);
+    }
+  }
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.completed < b.completed; });
+  Layout layout;
+  layout.slots.resize(input.items.size());
+  for (const Run& run : runs) {
+    BucketShape shape{run.kind, run.items, 0};
+    for (int item : run.items) {
+      layout.slots[item] = {static_cast<int>(layout.buckets.size()), shape.numel};
+      shape.numel += padded(item);
+    }
+    const int64_t unit = kAlignment * input.options.shards;
+    while (shape.numel % unit != 0) shape.numel += kAlignment;
+    layout.buckets.push_back(shape);
+  }
+  return layout;
+}
+
+void expect_recomputed(const Input& input, const Layout& layout) {
+  const Layout expected = recomputed(input);
+  RC_ASSERT(layout.buckets.size() == expected.buckets.size());
+  for (size_t b = 0; b < expected.buckets.size(); ++b) {
+    RC_ASSERT(layout.buckets[b].kind == expected.buckets[b].kind);
+    RC_ASSERT(layout.buckets[b].items == expected.buckets[b].items);
+    RC_ASSERT(layout.buckets[b].numel == expected.buckets[b].numel);
+  }
+  RC_ASSERT(layout.slots.size() == input.items.size());
+  for (size_t i = 0; i < expected.slots.size(); ++i) {
+    RC_ASSERT(layout.slots[i].bucket == expected.slots[i].bucket);
+    RC_ASSERT(layout.slots[i].offset == expected.slots[i].offset);
+  }
+}
+
+TEST(Layout, IsThatOfAPlainRecomputation) { holds("recomputed", expect_recomputed); }
+
+// Sizes around the alignment, and caps around what they fill: exactly, one byte less, one more. Some items are left out.
+TEST(Layout, IsRightAtEveryBoundary) {
+  EXPECT_TRUE(rc::check("boundaries", [] {
+    Input input;
+    const auto count = *rc::gen::inRange(0, 24);
+    for (int i = 0; i < count; ++i) {
+      const auto numel = *rc::gen::element<int64_t>(0, 0, 1, 3, 15, 16, 17, 31, 32, 33, 48);
+      input.items.push_back({numel, *rc::gen::element<int64_t>(1, 2, 4, 8), *rc::gen::inRange(0, 3)});
+      if (*rc::gen::inRange(0, 8) > 0) input.order.push_back(i);
+    }
+    for (size_t i = input.order.size(); i > 1; --i) {
+      std::swap(input.order[i - 1], input.order[*rc::gen::inRange<size_t>(0, i)]);
+    }
+    const auto cap = [] { return 16 * *rc::gen::inRange<int64_t>(1, 20) + *rc::gen::element<int64_t>(-1, 0, 0, 1); };
+    input.options = {cap(), cap(), *rc::gen::inRange(1, 9)};
+    const Layout layout = plan(input.items, input.order, input.options);
+    expect_recomputed(input, layout);
+    for (int i = 0; i < count; ++i) {
+      const bool there = std::count(input.order.begin(), input.order.end(), i) > 0;
+      RC_ASSERT((layout.slots[i].bucket >= 0) == there);
+    }
+  }));
+}
+
+// Every element of every parameter is some one rank's, whatever its size.
+TEST(Layout, GivesEveryElementToOneRank) {
+  holds("elements", [](const Input& input, const Layout& layout) {
+    for (int item : input.order) {
+      const Slot& slot = layout.slots[item];
+      const int64_t numel = layout.buckets[slot.bucket].numel;
+      int64_t found = 0;
+      for (int rank = 0; rank < input.options.shards; ++rank) {
+        const Range range = owned(numel, rank, input.options.shards);
+        RC_ASSERT(range.size() >= 0);
+        found += std::max<int64_t>(
+            0, std::min(range.end, slot.offset + input.items[item].numel) - std::max(range.begin, slot.offset));
+      }
+      RC_ASSERT(found == input.items[item].numel);
     }
   });
 }
