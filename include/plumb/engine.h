@@ -52,7 +52,8 @@ struct Options {
   bool master_weights = true;
   // Gradients are scaled so that their global norm is at most this. Unset: no clipping, no norm.
   std::optional<double> clip_norm;
-  // Dynamic loss scaling, for f16: engine.backward() and engine.scale() multiply the loss, step() divides the gradients.
+  // Dynamic loss scaling, for f16: engine.backward() and engine.scale() multiply the loss, step() divides the gradients,
+  // once: those that are kept over a step are the true ones until the next backward, which adds to them as it should.
   // When a gradient of any rank is not finite, every rank skips the update and lowers the scale alike.
   std::optional<LossScale> loss_scale;
   Schedule schedule;
@@ -62,7 +63,7 @@ struct Options {
   bool hold_unsharded = false;
   // Gradients are summed as one binary tree over `virtual_ranks` shares of the global batch, one backward each, so that
   // a run gives the same bits on every number of ranks and in every strategy. Each step takes virtual_ranks / ranks
-  // backwards on every rank.
+  // backwards on every rank, of each share's mean loss times engine.share_weight().
   bool deterministic = false;
   int virtual_ranks = 8;
   // Accounts for every contribution; an Error names the one that was lost, doubled or taken early.
@@ -71,11 +72,20 @@ struct Options {
 
 // What a step did.
 struct StepInfo {
-  int64_t step = 0;         // number of this step, from 0
-  double lr = 0.0;          // of the parameters outside all groups
-  bool skipped = false;     // a gradient was not finite: nothing was updated
-  double loss_scale = 1.0;  // that the gradients of this step were made with
-  at::Tensor grad_norm;     // before clipping; a scalar on the parameters' device. Undefined without clip_norm
+  int64_t step = 0;                 // number of this step, from 0
+  double lr = 0.0;                  // of the parameters outside all groups
+  std::vector<double> group_lrs{};  // of each of Options::groups
+  bool skipped = false;             // a gradient was not finite: nothing was updated
+  double loss_scale = 1.0;          // that the gradients of this step were made with
+  at::Tensor grad_norm;             // before clipping; a scalar on the parameters' device. Undefined without clip_norm
+};
+
+// What an optimizer of the user's own updates of one parameter: see Engine::pieces().
+struct Piece {
+  at::Tensor parameter;
+  int64_t begin = 0;    // of the weight among the parameter's elements, in the order of their memory
+  at::Tensor weight;    // flat; of the parameter, or of its master
+  at::Tensor gradient;  // flat, in the weight's dtype; undefined: this step leaves it alone
 };
 
 class Engine;
@@ -91,6 +101,22 @@ class NoSync {
 
  private:
   Engine& engine_;
+};
+
+// While it lives, all that reaches this engine is one pass: backwards, deliver(), and weight gradients that backward_dw()
+// brings later. A bucket is reduced once, as soon as the last one that was put off has come, beside the computation of the
+// others; at the scope's end .grad holds the mean, and what a backward would throw there is thrown. Every rank opens it
+// for the same backwards.
+class Pass {
+ public:
+  explicit Pass(Engine& engine);
+  ~Pass() noexcept(false);
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+
+ private:
+  Engine& engine_;
+  int exceptions_;
 };
 
 enum class Access { read, write };
@@ -118,13 +144,17 @@ class Engine {
   Engine(World world, torch::nn::Module& module, Optimizer optimizer = NoOptimizer{}, Options options = {});
   Engine(World world, NamedTensors parameters, NamedTensors buffers, Optimizer optimizer = NoOptimizer{},
          Options options = {});
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   // Same as loss.backward(), and also counts as this rank's backward when `loss` reaches no parameter, needs no
-  // gradient, or is undefined: for a rank with nothing to contribute.
-  void backward(const at::Tensor& loss, bool retain_graph = false);
+  // gradient, or is undefined: for a rank with nothing to contribute. With a weight, `loss` is a sum over that many things
+  // (tokens): step() then takes the mean over all of them, of all backwards and ranks, whatever each had. Until step(),
+  // gradients are of the sums.
+  void backward(const at::Tensor& loss, bool retain_graph = false, std::optional<double> weight = std::nullopt);
 
   // For a backward that is not autograd's: hands over a gradient in any dtype, in any order, several times per parameter
   // if need be; the parameter's dtype rule applies. Inside a backward of autograd's it belongs to that pass; otherwise
@@ -136,10 +166,18 @@ class Engine {
   at::Tensor scale(const at::Tensor& loss) const;
 
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+  [[nodiscard]] Pass pass() { return Pass(*this); }
 
   // Settles every gradient of this step over the ranks, clips, updates the parameters, and broadcasts rank 0's buffers.
   // Collective: every rank calls it after the same number of backwards. Gradients stay; zero_grad() clears them.
   StepInfo step();
+
+  // step() with UserOptimizer, in three: in between, the user updates the weight of every piece that has a gradient, unless
+  // the step is skipped. With sharded state a piece is what this rank owns of a parameter (it may be empty), otherwise all
+  // of it. Collective. The pieces of a parameter stay the same tensors from step to step.
+  StepInfo begin_step();
+  std::vector<Piece> pieces();
+  void end_step();
 
   // While the scope lives, these parameters are whole, whatever the strategy: to look at them, to export them. With
   // Access::write, what rank 0 wrote into them is everybody's when the scope ends; collective, then.
@@ -152,20 +190,33 @@ class Engine {
   // sharded: p.grad() is this rank's piece of it then.
   at::Tensor full_gradient(const at::Tensor& parameter);
 
+  // The 2-norm over all reduced gradients, as step() would find it before clipping: a scalar on the parameters' device,
+  // without the loss scale. Collective where gradients are sharded.
+  at::Tensor grad_norm();
+
   // Forgets all gradients of this engine's parameters, as module.zero_grad() does.
   void zero_grad();
 
-  // Replaces the learning rate of the parameters outside all groups (and of groups without their own).
+  // The learning rate of the parameters outside all groups, and of groups without their own; before the schedule's
+  // factor. To be set alike on every rank: step() compares.
+  double lr() const;
   void set_lr(double lr);
+  // The same of Options::groups[group], which has a rate of its own once it was set.
+  double lr(int group) const;
+  void set_lr(int group, double lr);
+
+  // In deterministic mode, what a share's mean loss counts: ranks / virtual_ranks. A rank's backwards of one step add up,
+  // and only with this weight is the sum over all shares their mean, the same on every number of ranks. Otherwise 1.
+  double share_weight() const;
 
   const World& world() const;
   const Options& options() const;
 
-  struct Impl;
   Impl& impl() const { return *impl_; }
 
  private:
   friend class NoSync;
+  friend class Pass;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -17,14 +17,18 @@ namespace plumb {
 
 // The place of one write.
 struct GradTarget {
-  at::Tensor buffer;        // in the parameter's shape, contiguous; of the parameter's dtype or of f32
+  // Contiguous; of the parameter's dtype or of f32; in the parameter's shape, or with neighbouring dimensions of it joined
+  // or split: [out * in] or [experts * out, in], but never [in, out].
+  at::Tensor buffer;
   bool accumulate = false;  // buffer += gradient; otherwise buffer = gradient, whatever it held
 };
 
 // What autograd is handed when the gradient went into the buffer.
 enum class Tell {
-  nothing,      // an undefined gradient: hooks of the accumulator still fire
-  by_stand_in,  // zeros of the parameter's shape, which take no memory: hooks on the gradient fire, too
+  nothing,  // an undefined gradient: hooks of the accumulator still fire
+  // Zeros of the parameter's shape, which take no memory: hooks on the gradient fire, too. Then it is taken away again:
+  // .grad stays as it was, and nothing is copied or added.
+  by_stand_in,
 };
 
 // One parameter's gradient buffer, as an operation sees it. Every call comes from the thread that runs the backward (or
@@ -41,6 +45,8 @@ class FusedSink {
   // The write into the target of the last open() is enqueued on the current stream: one contribution is delivered.
   virtual void wrote() = 0;
   virtual Tell tell() const { return Tell::nothing; }
+  // A backward hands autograd a stand-in for one contribution, which is written, or put off, by now: hooks come next.
+  virtual void stood_in() {}
   // A backward put one contribution off; until made_up() it is missing, and the owner must not use the buffer.
   virtual void put_off() {}
   // A contribution that was put off has been written: follows its wrote().
@@ -58,18 +64,25 @@ std::shared_ptr<FusedSink> sink_of(const at::Tensor& parameter);
 struct MainGrad {
   at::Tensor main_grad;
   bool overwrite_main_grad = false;
-  // Present: the owner asks to be told through autograd, by a stand-in. Set to true by every write; the owner resets it.
+  // Present: the owner asks to be told through autograd, by a stand-in. Set to true with every stand-in, before its hooks
+  // run, so that none of them adds it; also for a gradient that is put off, and not again when that one comes, when the
+  // owner may have reset it.
   std::optional<bool> grad_added_to_main_grad;
 };
 
+class Lanes;
+
+// Writes on several streams come one after another; the accumulator's hooks, and whoever comes after the backward, see
+// all of them.
 class MainGradSink : public FusedSink {
  public:
-  explicit MainGradSink(MainGrad facts, std::string name = {}) : facts(std::move(facts)), name_(std::move(name)) {}
+  explicit MainGradSink(MainGrad facts, std::string name = {});
 
   std::string name() const override { return name_; }
   GradTarget open() override;
   void wrote() override;
   Tell tell() const override;
+  void stood_in() override;
   void put_off() override { ++outstanding_; }
   void made_up() override { --outstanding_; }
 
@@ -81,6 +94,7 @@ class MainGradSink : public FusedSink {
  private:
   std::string name_;
   int outstanding_ = 0;
+  std::shared_ptr<Lanes> lanes_;  // of main_grad
 };
 
 std::shared_ptr<MainGradSink> attach_main_grad(const at::Tensor& parameter, MainGrad facts, std::string name = {});

@@ -61,9 +61,11 @@ class ExpertsModule : public torch::nn::Module {
   void to(torch::Device device, bool non_blocking = false) override;
 
  protected:
-  // One parameter for all experts, or one each, registered under `name`.
+  // One parameter for all experts, or one each, registered under `name`: weights, and biases beside them.
   std::vector<at::Tensor> register_experts(const std::string& name, Experts kind, int64_t experts, int64_t out,
                                            int64_t in);
+  std::vector<at::Tensor> register_biases(const std::string& name, Experts kind, int64_t experts, int64_t out,
+                                          int64_t in);
 
  private:
   void pack();
@@ -74,10 +76,12 @@ class ExpertsModule : public torch::nn::Module {
 struct GroupedLinearOptions {
   int64_t experts = 0, in = 0, out = 0;
   Experts weights = Experts::grouped;
+  bool bias = false;
   bool delay_wgrad_compute = false;
 };
 
-// Expert e's rows of x times its own weight, transposed. No bias.
+// Expert e's rows of x times its own weight, transposed, and its own bias. A bias makes the host wait for counts that only
+// a device has; its gradient comes through autograd, and is never delayed.
 class GroupedLinearImpl : public ExpertsModule {
  public:
   explicit GroupedLinearImpl(const GroupedLinearOptions& options);
@@ -85,7 +89,7 @@ class GroupedLinearImpl : public ExpertsModule {
   at::Tensor forward(const at::Tensor& x, const Tokens& tokens);
   void backward_dw();
 
-  std::vector<at::Tensor> weights;  // one, or one per expert
+  std::vector<at::Tensor> weights, biases;  // one, or one per expert; no biases: empty
 
  private:
   int64_t experts_;
@@ -99,6 +103,7 @@ struct GroupedMLPOptions {
   int64_t experts = 0, width = 0, hidden = 0;
   Activation activation = Activation::swiglu;
   Experts weights = Experts::grouped;
+  bool bias = false;
   bool delay_wgrad_compute = false;
 };
 
@@ -107,10 +112,13 @@ struct GroupedMLPOptions {
 class GroupedMLPImpl : public ExpertsModule {
  public:
   explicit GroupedMLPImpl(const GroupedMLPOptions& options);
-  at::Tensor forward(const at::Tensor& x, const Tokens& tokens);
+  // `probabilities` [rows], differentiable: a factor of each row's result, applied to what leaves the activation (and to
+  // the bias of `down`). The same in exact arithmetic, but no result has to be kept for the factor's gradient.
+  at::Tensor forward(const at::Tensor& x, const Tokens& tokens, const at::Tensor& probabilities = {});
   void backward_dw();
 
   std::vector<at::Tensor> up, down;
+  std::vector<at::Tensor> up_biases, down_biases;  // empty without
 
  private:
   int64_t experts_;
@@ -139,14 +147,22 @@ class RouterImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Router);
 
-// Rows of x [T, width], once for each choice, sorted by expert: [T k, width]; and back, weighted: [T, width].
+// Where a router's weights are applied: to the experts' results, or to what leaves the activation, inside of them.
+enum class Weigh { results, activations };
+
+// Rows of x [T, width], once for each choice, sorted by expert: [T k, width]; and back, weighted unless the activations
+// were: [T, width].
 at::Tensor permute(const at::Tensor& x, const Routing& routing);
-at::Tensor unpermute(const at::Tensor& y, const Routing& routing);
+at::Tensor unpermute(const at::Tensor& y, const Routing& routing, Weigh weigh = Weigh::results);
+// The weights, in the order of permute()'s rows: [T k].
+at::Tensor permuted_weights(const Routing& routing);
 
 struct MoEOptions {
   int64_t width = 0, hidden = 0, experts = 8, top_k = 2;
   Activation activation = Activation::swiglu;
   Experts weights = Experts::grouped;
+  bool bias = false;
+  Weigh weigh = Weigh::results;
   bool delay_wgrad_compute = false;
 };
 
@@ -160,6 +176,9 @@ class MoEImpl : public torch::nn::Module {
 
   Router router{nullptr};
   GroupedMLP experts{nullptr};
+
+ private:
+  Weigh weigh_;
 };
 TORCH_MODULE(MoE);
 

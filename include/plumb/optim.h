@@ -18,6 +18,15 @@ struct AdamW {
   double weight_decay = 1e-2;
 };
 
+// As torch's Adam: the decay is added to the gradient, where AdamW shrinks the weights themselves.
+struct Adam {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;
+};
+
 struct SGD {
   double lr = 1e-2;
   double momentum = 0.0;
@@ -26,13 +35,26 @@ struct SGD {
   bool nesterov = false;
 };
 
+struct RMSprop {
+  double lr = 1e-2;
+  double alpha = 0.99;  // of the running mean of squares
+  double eps = 1e-8;
+  double momentum = 0.0;
+  double weight_decay = 0.0;
+  bool centered = false;  // by the variance of the gradients instead of their mean square
+};
+
 // No optimizer: `step()` only settles the gradients, and the user's own optimizer reads `p.grad()` after it.
 struct NoOptimizer {};
 
-using Optimizer = std::variant<AdamW, SGD, NoOptimizer>;
+// The user's own optimizer over this rank's pieces of the parameters, between Engine::begin_step() and end_step().
+struct UserOptimizer {};
+
+using Optimizer = std::variant<AdamW, Adam, SGD, RMSprop, NoOptimizer, UserOptimizer>;
 
 // A parameter group: the parameters whose name satisfies `match` take these values instead of the optimizer's.
-// The first group that matches wins; every parameter outside all groups takes the optimizer's own values.
+// The first group that matches wins; every parameter outside all groups takes the optimizer's own values. `match` is asked
+// once, when the engine is built.
 struct ParameterGroup {
   std::function<bool(const std::string& name)> match;
   std::optional<double> lr;

@@ -1,6 +1,7 @@
-// Everything: the world, the engine, the optimizers.
+// Everything: the world, the engine, units, checkpointing, the optimizers.
 #pragma once
 
+#include <plumb/checkpoint.h>
 #include <plumb/engine.h>
 #include <plumb/error.h>
 #include <plumb/optim.h>

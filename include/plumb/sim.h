@@ -107,6 +107,9 @@ struct Statistics {
   uint64_t order = 0;         // hash of the order of execution: equal for equal seeds
   uint64_t host_syncs = 0;    // times a host blocked: for a device, or for the others' hosts
   uint64_t device_waits = 0;  // of those, for a device
+  // Of programs; what collectives and the allocator do among themselves is not counted.
+  uint64_t events = 0;        // times an event was recorded
+  uint64_t stream_waits = 0;  // times a stream was made to wait for one
   uint64_t allocations = 0;
   uint64_t reuses = 0;  // allocations served by memory that had been freed
   uint64_t collectives = 0;

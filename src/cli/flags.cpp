@@ -32,6 +32,7 @@ std::vector<Flag> flags(Settings& s) {
       {"experts", "Model", "N", "experts per block (moe)", &s.experts},
       {"top-k", "Model", "N", "experts that each token goes to (moe)", &s.top_k},
       {"dtype", "Model", "NAME", "f32; bf16 or f16 (f32 sums and master weights; f16 scales its loss)", &s.dtype},
+      {"recompute", "Model", "", "blocks run again in the backward instead of keeping activations", &s.recompute},
       {"data", "Task", "FILE", "learn the bytes of this text file (otherwise: addition)", &s.data},
       {"digits", "Task", "N", "digits of each number to add", &s.digits},
       {"steps", "Training", "N", "optimizer steps", &s.steps},

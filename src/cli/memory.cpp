@@ -64,7 +64,7 @@ int64_t uncounted_bytes(Engine& engine) {
   std::unordered_set<const void*> seen;
   int64_t bytes = 0;
   for (const Bucket& bucket : engine.impl().reducer->buckets()) {
-    for (const at::Tensor* tensor : {&bucket.gradient, &bucket.parameter, &bucket.incoming}) {
+    for (const at::Tensor* tensor : {&bucket.gradient, &bucket.parameter, &bucket.incoming.sum}) {
       if (!tensor->defined() || tensor->storage().data_ptr().get_deleter() == &give_back) continue;
       if (seen.insert(tensor->storage().unsafeGetStorageImpl()).second) {
         bytes += static_cast<int64_t>(tensor->storage().nbytes());

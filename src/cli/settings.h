@@ -46,6 +46,7 @@ struct Settings {
   int64_t experts = 8;  // of --model moe
   int64_t top_k = 2;
   std::string dtype = "f32";
+  bool recompute = false;
   // task
   std::string data;  // empty: integer addition
   int64_t digits = 3;

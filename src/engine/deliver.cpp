@@ -3,14 +3,19 @@
 
 #include "engine/impl.h"
 #include "engine/owners.h"
+#include "grad/mode.h"
 
 namespace plumb {
 
 void Engine::deliver(const at::Tensor& parameter, const at::Tensor& raw_gradient) {
+  const TrainingMode training;
   impl_->reducer->deliver(parameter, raw_gradient);
 }
 
-void Engine::end_pass() { impl_->reducer->end_pass(); }
+void Engine::end_pass() {
+  const TrainingMode training;
+  impl_->reducer->end_pass();
+}
 
 namespace {
 
@@ -21,11 +26,13 @@ Engine::Impl& owner_of(const at::Tensor& parameter, at::Tensor* own) {
 }
 
 void deliver(at::Tensor parameter, const at::Tensor& gradient) {  // NOLINT(performance-unnecessary-value-param)
+  const TrainingMode training;
   at::Tensor own;
   owner_of(parameter, &own).reducer->deliver(own, gradient);
 }
 
 void end_pass(at::Tensor parameter) {  // NOLINT(performance-unnecessary-value-param)
+  const TrainingMode training;
   at::Tensor own;
   owner_of(parameter, &own).reducer->end_pass();
 }

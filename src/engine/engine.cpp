@@ -8,16 +8,16 @@
 
 #include "engine/impl.h"
 #include "engine/owners.h"
+#include "grad/backward.h"
 #include "grad/manifest.h"
-#include "nn/groups.h"
-#include "optim/norm.h"
+#include "grad/mode.h"
 #include "unit/deferred.h"
 
 namespace plumb {
 namespace {
 
 // The modules that some plumb::Unit holds. A unit's own parameters are those that no unit inside it holds.
-// `own`: of the unit around `module`; null: there is none.
+// `own`: of the unit around `module`, or, outside of all, those of no unit.
 void find_units(const torch::nn::Module& module, std::vector<UnitSpec>& units, std::vector<at::Tensor>* own) {
   auto door = unit::find_door(&module);
   const size_t index = units.size();
@@ -26,16 +26,21 @@ void find_units(const torch::nn::Module& module, std::vector<UnitSpec>& units, s
     units.push_back({door, {}});
     own = &mine;
   }
-  if (own != nullptr) {
-    for (const auto& parameter : module.parameters(/*recurse=*/false)) own->push_back(parameter);
-  }
+  for (const auto& parameter : module.parameters(/*recurse=*/false)) own->push_back(parameter);
   for (const auto& child : module.children()) find_units(*child, units, own);
   if (door) units[index].parameters = std::move(mine);
 }
 
+// A parameter that is registered outside of all units, too, is used there without a gather: it stays whole.
 std::vector<UnitSpec> units_of(const torch::nn::Module& module) {
   std::vector<UnitSpec> units;
-  find_units(module, units, nullptr);
+  std::vector<at::Tensor> outside;
+  find_units(module, units, &outside);
+  for (UnitSpec& unit : units) {
+    std::erase_if(unit.parameters, [&](const at::Tensor& parameter) {
+      return std::any_of(outside.begin(), outside.end(), [&](const at::Tensor& o) { return o.is_same(parameter); });
+    });
+  }
   std::erase_if(units, [](const UnitSpec& unit) { return unit.parameters.empty(); });
   return units;
 }
@@ -106,12 +111,13 @@ void check_options(int rank, int size, const Options& options) {
 Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors the_buffers, std::vector<UnitSpec> specs,
                    Optimizer optimizer, Options the_options)
     : world(std::move(the_world)), options(std::move(the_options)), parameters(std::move(the_parameters)),
-      buffers(std::move(the_buffers)), updater(world.rank(), optimizer, options, parameters) {
-  check_options(world.rank(), world.size(), options);
-  if (options.loss_scale) loss_scale = options.loss_scale->initial;
-  // A rank that finds its own model wanting tells the others before it leaves.
+      buffers(std::move(the_buffers)), scaler(options.loss_scale) {
+  const TrainingMode training;
+  // A rank that finds its own model or options wanting tells the others before it leaves.
   std::exception_ptr failure;
   try {
+    check_options(world.rank(), world.size(), options);
+    updater.emplace(world.rank(), optimizer, options, parameters);
     check_model(world.rank(), parameters);
     Owners::all().claim(world.rank(), parameters, this);
   } catch (...) {
@@ -132,6 +138,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     if (!sharded) specs.clear();
     const std::vector<int> unit_of = assign(parameters, specs);
     reducer = std::make_shared<Reducer>(world, parameters, unit_of, options);
+    reducer->on_open = [this] { scaler.begin_pass(reducer->buckets()); };
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
     NamedTensors built;
     for (const auto& parameter : parameters) {
@@ -177,7 +184,13 @@ void Engine::Impl::broadcast(const NamedTensors& tensors, const Where& where) {
     if (group.rank() == 0) return;
     int64_t offset = 0;
     for (const at::Tensor& member : members) {
-      member.detach().copy_(joined.narrow(0, offset, member.numel()).view(member.sizes()));
+      const at::Tensor theirs = joined.narrow(0, offset, member.numel()).view(member.sizes());
+      // A buffer that was made under InferenceMode can be written only there.
+      std::optional<c10::InferenceMode> mode;
+      if (member.is_inference()) mode.emplace();
+      // A graph that was built before may have saved it: what is equal already is not written. A device's host would have to
+      // wait for the answer.
+      if (!member.is_cpu() || !member.detach().equal(theirs)) member.detach().copy_(theirs);
       offset += member.numel();
     }
   };
@@ -206,8 +219,9 @@ void Engine::Impl::publish(const std::vector<at::Tensor>& changed) {
   for (const at::Tensor& parameter : changed) {
     if (!units || !units->owns(parameter)) whole.emplace_back("", parameter);
   }
-  broadcast(whole, reducer->here(Where::Kind::step, "publishing what rank 0 wrote"));
-  if (units) units->publish(changed);
+  const Where where = reducer->agree_to_write(changed);
+  broadcast(whole, where);
+  if (units) units->publish(changed, where);
 }
 
 Engine::Engine(World world, torch::nn::Module& module, Optimizer optimizer, Options options)
@@ -219,86 +233,41 @@ Engine::Engine(World world, NamedTensors parameters, NamedTensors buffers, Optim
     : impl_(std::make_unique<Impl>(std::move(world), std::move(parameters), std::move(buffers), std::vector<UnitSpec>{},
                                    std::move(optimizer), std::move(options))) {}
 
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
 Engine::~Engine() = default;
 
-void Engine::backward(const at::Tensor& loss, bool retain_graph) {
+void Engine::backward(const at::Tensor& loss, bool retain_graph, std::optional<double> weight) {
+  const TrainingMode training;
   Reducer& reducer = *impl_->reducer;
+  if (weight) Weights::check(impl_->world.rank(), *weight);  // before it counts as a backward
   reducer.begin_backward();
+  std::exception_ptr failure;
+  backward::Outermost outermost;
   try {
+    if (loss.defined() && loss.is_inference()) {
+      throw Error(impl_->world.rank(),
+                  "engine.backward() of a loss that was computed under InferenceMode, which records no graph; compute "
+                  "it outside, or pass an undefined tensor where there is nothing to contribute");
+    }
+    if (weight) reducer.weigh(*weight);
     if (loss.defined() && loss.requires_grad()) scale(loss).backward({}, retain_graph);
   } catch (...) {
-    const std::exception_ptr failure = std::current_exception();
-    reducer.end_backward(failure);
-    std::rethrow_exception(failure);
+    failure = std::current_exception();
   }
-  reducer.end_backward(nullptr);
+  failure = outermost.end(failure);
+  reducer.end_backward(failure);
+  if (failure) std::rethrow_exception(failure);
+  if (weight) reducer.weighed();
 }
 
 at::Tensor Engine::scale(const at::Tensor& loss) const {
-  return impl_->options.loss_scale ? loss * impl_->loss_scale : loss;
-}
-
-// One decision for all ranks: they all know whether the step was skipped.
-void Engine::Impl::settle_scale(bool skipped) {
-  const LossScale& rule = *options.loss_scale;
-  if (skipped) {
-    loss_scale *= rule.backoff;
-    good_steps = 0;
-  } else if (++good_steps == rule.interval) {
-    loss_scale *= rule.growth;
-    good_steps = 0;
-  }
-}
-
-StepInfo Engine::step() {
-  Reducer& reducer = *impl_->reducer;
-  nn::raise_complaint(impl_->world.rank());
-  const bool pieces = reducer.shards(reducer.row().gradient);
-  reducer.settle_step();
-  StepInfo info;
-  info.step = reducer.steps();
-  const double factor = impl_->options.schedule.factor(info.step);
-  info.lr = impl_->updater.lr() * factor;
-  info.loss_scale = impl_->loss_scale;
-  if (impl_->options.loss_scale || (impl_->options.deterministic && impl_->options.clip_norm)) {
-    reducer.for_devices([&](c10::Device device) {
-      if (!capturing(device)) return;
-      throw Error(impl_->world.rank(), std::string("step() cannot be captured into a graph with ") +
-                                           (impl_->options.loss_scale ? "loss scaling" : "deterministic clipping") +
-                                           ": the host decides by numbers of the device");
-    });
-  }
-  if (impl_->options.loss_scale) {
-    info.skipped = !gradients_are_finite(reducer.buckets(), pieces, reducer.shard(),
-                                         reducer.here(Where::Kind::step, "whether all gradients are finite"));
-    impl_->settle_scale(info.skipped);
-    if (info.skipped) {
-      for (const Sink& sink : reducer.sinks()) reducer.ledger().consumed(sink.index);
-      reducer.ledger().close_step(std::vector<bool>(reducer.sinks().size(), false));
-      reducer.finish_step();
-      return info;
-    }
-    scale_gradients(reducer.buckets(), at::scalar_tensor(1.0 / info.loss_scale, at::kDouble));
-  }
-  const Where norm_at = reducer.here(Where::Kind::step, "the gradient norm");
-  if (impl_->options.clip_norm) {
-    info.grad_norm = gradient_norm(reducer.buckets(), pieces, reducer.shard(),
-                                   impl_->options.deterministic ? NormOrder::exact : NormOrder::any, norm_at);
-    clip_gradients(reducer.buckets(), info.grad_norm, *impl_->options.clip_norm);
-  }
-  std::vector<bool> active;
-  for (const Sink& sink : reducer.sinks()) active.push_back(sink.grad().defined());
-  if (impl_->units) impl_->units->begin_update();
-  impl_->updater.step(reducer.buckets(), reducer.shard(), factor, reducer.ledger(), reducer.fault,
-                      reducer.here(Where::Kind::step, "the updated parameters"));
-  if (impl_->units) impl_->units->end_update();
-  reducer.ledger().close_step(active);
-  impl_->broadcast(impl_->buffers, reducer.here(Where::Kind::step, "the broadcast of rank 0's buffers"));
-  reducer.finish_step();
-  return info;
+  const TrainingMode training;
+  return impl_->scaler.scaled(loss);
 }
 
 at::Tensor Engine::full_parameter(const at::Tensor& parameter) {
+  const TrainingMode training;
   at::NoGradGuard no_grad;
   const Gathered scope = gathered({parameter});
   return parameter.detach().clone();
@@ -310,11 +279,13 @@ Gathered Engine::gathered(std::vector<at::Tensor> parameters, Access access) {
 
 Gathered::Gathered(Engine& engine, std::vector<at::Tensor> parameters, Access access)
     : engine_(engine), parameters_(std::move(parameters)), access_(access), exceptions_(std::uncaught_exceptions()) {
+  const TrainingMode training;
   if (engine_.impl().units) engine_.impl().units->hold(parameters_);
   for (const at::Tensor& parameter : parameters_) versions_.push_back(parameter._version());
 }
 
 Gathered::~Gathered() noexcept(false) {
+  const TrainingMode training;
   Engine::Impl& impl = engine_.impl();
   const bool unwinding = std::uncaught_exceptions() > exceptions_;
   std::string changed;
@@ -341,19 +312,43 @@ Gathered::~Gathered() noexcept(false) {
   }
 }
 
-at::Tensor Engine::full_gradient(const at::Tensor& parameter) { return impl_->reducer->full_gradient(parameter); }
+at::Tensor Engine::full_gradient(const at::Tensor& parameter) {
+  const TrainingMode training;
+  return impl_->reducer->full_gradient(parameter);
+}
 
 void Engine::zero_grad() {
+  const TrainingMode training;
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
   impl_->reducer->let_go_of_gradients();
 }
 
-void Engine::set_lr(double lr) { impl_->updater.set_lr(lr); }
+double Engine::share_weight() const {
+  return impl_->options.deterministic ? static_cast<double>(impl_->world.size()) / impl_->options.virtual_ranks : 1.0;
+}
 
 const World& Engine::world() const { return impl_->world; }
 const Options& Engine::options() const { return impl_->options; }
 
 NoSync::NoSync(Engine& engine) : engine_(engine) { engine_.impl_->reducer->hold_sync(+1); }
 NoSync::~NoSync() { engine_.impl_->reducer->hold_sync(-1); }
+
+Pass::Pass(Engine& engine) : engine_(engine), exceptions_(std::uncaught_exceptions()) {
+  engine_.impl_->reducer->begin_backward();
+}
+
+Pass::~Pass() noexcept(false) {
+  Reducer& reducer = *engine_.impl_->reducer;
+  if (std::uncaught_exceptions() == exceptions_) {
+    reducer.end_backward(nullptr);
+    return;
+  }
+  try {
+    // Nobody waits for this rank, and every rank hears of it.
+    reducer.end_backward(
+        std::make_exception_ptr(Error(engine_.impl_->world.rank(), "a pass was left by an exception")));
+  } catch (...) {  // the user's own goes on
+  }
+}
 
 }  // namespace plumb

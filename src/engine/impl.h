@@ -2,8 +2,11 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "grad/reducer.h"
+#include "optim/norm.h"
+#include "optim/scaler.h"
 #include "optim/update.h"
 #include "plumb/engine.h"
 #include "unit/units.h"
@@ -15,20 +18,28 @@ struct Engine::Impl {
   Options options;
   NamedTensors parameters;
   NamedTensors buffers;
-  Updater updater;
+  Scaler scaler;
+  std::optional<Updater> updater;  // from the check of the options on
   std::shared_ptr<Reducer> reducer;
 
-  double loss_scale = 1.0;
-  int64_t good_steps = 0;        // since the scale last changed
   std::shared_ptr<Units> units;  // null: all parameters are whole
 
   Impl(World world, NamedTensors parameters, NamedTensors buffers, std::vector<UnitSpec> specs, Optimizer optimizer,
        Options options);
   ~Impl();
 
+  // Around the update: everything of a step before it, and after it. A skipped step is over with the first.
+  StepInfo begin_step();
+  void end_step();
+  bool in_step = false;    // between the two
+  bool skipped = false;    // the step that began last
+  Settings user_settings;  // of the user's own optimizer, compared at a step as ours are
+
   // Rank 0's values, everywhere.
   void broadcast(const NamedTensors& tensors, const Where& where);
-  void settle_scale(bool skipped);
+  // Some steps cannot be captured into a graph of a device.
+  void check_capture() const;
+  NormOrder norm_order() const { return options.deterministic ? NormOrder::exact : NormOrder::any; }
   void publish(const std::vector<at::Tensor>& changed);
 };
 

@@ -1,6 +1,12 @@
 #include "grad/facts.h"
 
+#include <algorithm>
+#include <array>
 #include <bit>
+
+#include "grad/manifest.h"
+#include "layout/digest.h"
+#include "plumb/error.h"
 
 namespace plumb {
 namespace {
@@ -13,22 +19,58 @@ void pack_bits(const std::vector<bool>& bits, std::vector<int64_t>& words) {
   }
 }
 
-std::vector<bool> unpack_bits(std::span<const int64_t> words, size_t count) {
+// Takes them off the front.
+std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
   std::vector<bool> bits(count);
   for (size_t i = 0; i < count; ++i) bits[i] = (static_cast<uint64_t>(words[i / 64]) >> (i % 64)) & 1;
+  words = words.subspan((count + 63) / 64);
   return bits;
 }
 
-constexpr size_t kHead = 7;
+constexpr size_t kHead = 10;
+constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
+
+std::string told(const std::vector<std::string>& names, const Facts& facts) {
+  if (facts.writes) return "is in " + write_call(names, facts.changed);
+  const std::string backwards = std::to_string(facts.pass) + (facts.pass == 1 ? " backward" : " backwards");
+  return facts.kind == Where::Kind::step
+             ? "called step() number " + std::to_string(facts.step) + " after " + backwards
+             : "is in backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step);
+}
+
+void check_in_step(int rank, const std::vector<std::string>& names, const std::vector<Facts>& all) {
+  const Facts& first = all[0];
+  for (size_t other = 1; other < all.size(); ++other) {
+    const Facts& facts = all[other];
+    const std::string other_rank = "rank " + std::to_string(other);
+    if (facts.writes != first.writes || (facts.writes && facts.changed != first.changed)) {
+      throw Error(rank, "rank 0 " + told(names, first) + ", but " + other_rank + " " + told(names, facts) +
+                            ". What rank 0 writes becomes everybody's: every rank must make that call, at the same "
+                            "point, for the same parameters");
+    }
+    if (facts.kind != first.kind || facts.step != first.step || facts.pass != first.pass) {
+      throw Error(rank, "rank 0 " + told(names, first) + ", but " + other_rank + " " + told(names, facts) +
+                            ". Every rank must run the same number of backwards before step(), and the same ones under "
+                            "no_sync; a rank with nothing to contribute calls engine.backward() all the same");
+    }
+    if (facts.rules != first.rules) {
+      throw Error(rank, "the grad_dtype of some parameter differs between rank 0 and " + other_rank +
+                            "; set it alike on every rank");
+    }
+    if (facts.newcomers != first.newcomers) {
+      throw Error(rank, "parameters were frozen or unfrozen differently on rank 0 and " + other_rank +
+                            "; change requires_grad alike on every rank");
+    }
+  }
+}
 
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {static_cast<int64_t>(kind),    step, pass, failed, newcomers, rules,
-                                std::bit_cast<int64_t>(factor)};
+  std::vector<int64_t> words = {static_cast<int64_t>(kind),     step,     pass,  failed, newcomers, rules, settings,
+                                std::bit_cast<int64_t>(weight), weighted, writes};
   pack_bits(late, words);
-  pack_bits(used, words);
-  pack_bits(changed, words);
+  for (const auto bits : kByParameter) pack_bits(this->*bits, words);
   return words;
 }
 
@@ -40,18 +82,82 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.failed = words[3] != 0;
   facts.newcomers = words[4];
   facts.rules = words[5];
-  facts.factor = std::bit_cast<double>(words[6]);
-  facts.late = unpack_bits(words.subspan(kHead), buckets);
-  words = words.subspan(kHead + (buckets + 63) / 64);
-  facts.used = unpack_bits(words, parameters);
-  facts.changed = unpack_bits(words.subspan((parameters + 63) / 64), parameters);
+  facts.settings = words[6];
+  facts.weight = std::bit_cast<double>(words[7]);
+  facts.weighted = words[8];
+  facts.writes = words[9] != 0;
+  words = words.subspan(kHead);
+  facts.late = unpack_bits(words, buckets);
+  for (const auto bits : kByParameter) facts.*bits = unpack_bits(words, parameters);
   return facts;
+}
+
+std::string write_call(const std::vector<std::string>& names, const std::vector<bool>& which) {
+  std::string list;
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i]) list += (list.empty() ? "'" : ", '") + names[i] + "'";
+  }
+  return "engine.gathered({" + (list.empty() ? "frozen parameters" : list) + "}, Access::write)";
+}
+
+std::vector<Facts> agree(Group& control, int rank, const std::vector<std::string>& names, const Facts& mine,
+                         const Where& where) {
+  if (control.size() == 1) return {mine};
+  std::vector<Facts> all;
+  for (const auto& words : control.exchange(mine.pack(), where)) {
+    all.push_back(Facts::unpack(words, mine.late.size(), mine.used.size()));
+  }
+  check_in_step(rank, names, all);
+  return all;
+}
+
+int64_t digest_of(const Settings& settings) {
+  Digest digest;
+  for (const auto& [name, value] : settings) digest.add(std::bit_cast<uint64_t>(value));
+  return digest.value();
+}
+
+void check_settings(Group& control, int rank, const Settings& mine, const std::vector<Facts>& all, const Where& where) {
+  if (std::ranges::all_of(all, [&](const Facts& facts) { return facts.settings == all[0].settings; })) return;
+  const auto count = static_cast<int64_t>(mine.size());
+  for (const auto& others : control.exchange(std::span(&count, 1), where)) {
+    if (others[0] == count) continue;
+    throw Error(rank, "the optimizers of the ranks have different numbers of settings, " + std::to_string(count) +
+                          " here and " + std::to_string(others[0]) + " elsewhere, at step " +
+                          std::to_string(where.step) + "; build the same optimizer on every rank");
+  }
+  std::vector<int64_t> bits;
+  for (const auto& [name, value] : mine) bits.push_back(std::bit_cast<int64_t>(value));
+  const auto everybodys = control.exchange(bits, where);
+  for (size_t i = 0; i < bits.size(); ++i) {
+    for (size_t other = 1; other < everybodys.size(); ++other) {
+      if (everybodys[other][i] == everybodys[0][i]) continue;
+      const auto told = [](int64_t value) { return shortest(std::bit_cast<double>(value)); };
+      throw Error(rank, mine[i].first + " is " + told(everybodys[other][i]) + " on rank " + std::to_string(other) +
+                            ", where it is " + told(everybodys[0][i]) + " on rank 0, at step " +
+                            std::to_string(where.step) + "; set it alike on every rank");
+    }
+  }
+}
+
+void check_nobody_failed(int rank, const std::vector<Facts>& all) {
+  for (size_t other = 0; other < all.size(); ++other) {
+    if (!all[other].failed) continue;
+    throw Error(rank, "backward " + std::to_string(all[other].pass) + " of step " + std::to_string(all[other].step) +
+                          " failed on rank " + std::to_string(other) +
+                          ", so its gradients are incomplete on every rank; call zero_grad() and run it again on every "
+                          "rank");
+  }
 }
 
 void join_late(const std::vector<Facts>& all, std::vector<bool>& late) {
   for (const Facts& facts : all) {
     for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
   }
+}
+
+bool used_anywhere(const std::vector<Facts>& all, int parameter) {
+  return std::any_of(all.begin(), all.end(), [&](const Facts& facts) { return facts.used[parameter]; });
 }
 
 }  // namespace plumb

@@ -55,7 +55,8 @@ void Ledger::close_pass(Sync sync) {
     if (sync == Sync::reduced) {
       const Reductions& reductions = reductions_[account.bucket];
       const auto bucket = [&] { return "bucket " + std::to_string(account.bucket); };
-      if (reductions.begun == 0)
+      // A frozen bucket that nobody has a gradient for is not reduced.
+      if (reductions.begun == 0 && account.delivered > 0)
         fail(account, "the gradient was never reduced: no reduction of " + bucket() + " began");
       if (account.overtaken)
         fail(account, "the gradient was reduced early: " + bucket() + " was reduced before it came");

@@ -4,8 +4,10 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cstring>
-#include <map>
+#include <span>
 #include <sstream>
 #include <unordered_map>
 
@@ -21,23 +23,162 @@ std::string describe(const at::Tensor& tensor) {
                   tensor.requires_grad() ? ", trained" : ", frozen");
 }
 
+std::string written(bool value) { return value ? "true" : "false"; }
+std::string written(double value) { return shortest(value); }
+std::string written(int64_t value) { return std::to_string(value); }
+std::string written(int value) { return std::to_string(value); }
+std::string written(at::ScalarType value) { return c10::toString(value); }
+template <class T>
+std::string written(const std::optional<T>& value) {
+  return value ? written(*value) : "unset";
+}
+
+using Lines = std::vector<std::string>;
+
+template <class T>
+void say(Lines& lines, const std::string& name, const T& value) {
+  lines.push_back(name + " is " + written(value));
+}
+
+template <class Adams>
+void say_adam(Lines& lines, const std::string& name, const Adams& adam) {
+  say(lines, name + "'s lr", adam.lr);
+  say(lines, name + "'s beta1", adam.beta1);
+  say(lines, name + "'s beta2", adam.beta2);
+  say(lines, name + "'s eps", adam.eps);
+  say(lines, name + "'s weight_decay", adam.weight_decay);
+}
+
+void say_values(Lines& lines, const AdamW& adam) { say_adam(lines, "AdamW", adam); }
+void say_values(Lines& lines, const Adam& adam) { say_adam(lines, "Adam", adam); }
+void say_values(Lines& lines, const SGD& sgd) {
+  say(lines, "SGD's lr", sgd.lr);
+  say(lines, "SGD's momentum", sgd.momentum);
+  say(lines, "SGD's dampening", sgd.dampening);
+  say(lines, "SGD's weight_decay", sgd.weight_decay);
+  say(lines, "SGD's nesterov", sgd.nesterov);
+}
+void say_values(Lines& lines, const RMSprop& rms) {
+  say(lines, "RMSprop's lr", rms.lr);
+  say(lines, "RMSprop's alpha", rms.alpha);
+  say(lines, "RMSprop's eps", rms.eps);
+  say(lines, "RMSprop's momentum", rms.momentum);
+  say(lines, "RMSprop's weight_decay", rms.weight_decay);
+  say(lines, "RMSprop's centered", rms.centered);
+}
+void say_values(Lines&, const NoOptimizer&) {}
+void say_values(Lines&, const UserOptimizer&) {}
+
+// All but the ledger, which each rank may keep for itself.
+Lines settings(const Optimizer& optimizer, const Options& options) {
+  Lines lines = {"strategy is '" + options.strategy + "'"};
+  say(lines, "mesh.replicate", options.mesh.replicate);
+  say(lines, "mesh.shard", options.mesh.shard);
+  lines.push_back(c10::str("bucket caps are ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes"));
+  say(lines, "accumulate_dtype", options.accumulate_dtype);
+  say(lines, "master_weights", options.master_weights);
+  say(lines, "clip_norm", options.clip_norm);
+  say(lines, "hold_unsharded", options.hold_unsharded);
+  say(lines, "deterministic", options.deterministic);
+  say(lines, "virtual_ranks", options.virtual_ranks);
+  lines.push_back(std::string("loss_scale is ") + (options.loss_scale ? "on" : "unset"));
+  if (options.loss_scale) {
+    say(lines, "loss_scale.initial", options.loss_scale->initial);
+    say(lines, "loss_scale.growth", options.loss_scale->growth);
+    say(lines, "loss_scale.backoff", options.loss_scale->backoff);
+    say(lines, "loss_scale.interval", options.loss_scale->interval);
+  }
+  say(lines, "schedule.warmup", options.schedule.warmup);
+  say(lines, "schedule.total", options.schedule.total);
+  say(lines, "schedule.floor", options.schedule.floor);
+  lines.push_back(std::string("optimizer is ") +
+                  std::array{"AdamW", "Adam", "SGD", "RMSprop", "none", "the user's own"}[optimizer.index()]);
+  std::visit([&](const auto& one) { say_values(lines, one); }, optimizer);
+  say(lines, "the number of groups", static_cast<int64_t>(options.groups.size()));
+  for (size_t i = 0; i < options.groups.size(); ++i) {
+    say(lines, c10::str("the lr of group ", i), options.groups[i].lr);
+    say(lines, c10::str("the weight_decay of group ", i), options.groups[i].weight_decay);
+  }
+  return lines;
+}
+
 // One line per fact, so that the first line that differs is the first difference.
 std::vector<std::string> manifest(const NamedTensors& parameters, const NamedTensors& buffers,
                                   const Optimizer& optimizer, const Options& options) {
-  std::vector<std::string> lines;
-  lines.push_back("strategy is '" + options.strategy + "'");
-  lines.push_back(c10::str("bucket caps are ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes"));
-  lines.push_back("accumulate_dtype is " + (options.accumulate_dtype ? c10::str(*options.accumulate_dtype) : "unset"));
-  lines.push_back(std::string("optimizer is ") + std::array{"AdamW", "SGD", "none"}[optimizer.index()]);
+  std::vector<std::string> lines = settings(optimizer, options);
   lines.push_back(c10::str("the number of parameters is ", parameters.size()));
   for (size_t i = 0; i < parameters.size(); ++i) {
-    lines.push_back(c10::str("parameter ", i, " is '", parameters[i].first, "', ", describe(parameters[i].second)));
+    const std::string& name = parameters[i].first;
+    const auto group = std::ranges::find_if(options.groups, [&](const auto& g) { return g.match(name); });
+    const std::string in = group == options.groups.end() ? "" : c10::str(", in group ", group - options.groups.begin());
+    lines.push_back(c10::str("parameter ", i, " is '", name, "', ", describe(parameters[i].second), in));
   }
   lines.push_back(c10::str("the number of buffers is ", buffers.size()));
   for (size_t i = 0; i < buffers.size(); ++i) {
     lines.push_back(c10::str("buffer ", i, " is '", buffers[i].first, "', ", describe(buffers[i].second)));
   }
   return lines;
+}
+
+// Where the bytes of a parameter lie, from its first to behind its last.
+struct Extent {
+  const std::string* name;
+  const at::Tensor* parameter;
+  const char* begin;
+  const char* end;
+};
+
+template <class Visit>
+void for_each_byte(const at::Tensor& tensor, const char* at, int64_t dimension, const Visit& visit) {
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  if (dimension == tensor.dim()) {
+    for (int64_t i = 0; i < item; ++i) visit(at + i);
+    return;
+  }
+  for (int64_t i = 0; i < tensor.size(dimension); ++i) {
+    for_each_byte(tensor, at + i * tensor.stride(dimension) * item, dimension + 1, visit);
+  }
+}
+
+// Of tensors whose extents meet, in the order of their begins.
+void check_elements(int rank, std::span<const Extent> extents, const char* end) {
+  std::vector<bool> taken(end - extents[0].begin);
+  for (const Extent& one : extents) {
+    for_each_byte(*one.parameter, one.begin, 0, [&](const char* byte) {
+      if (!taken[byte - extents[0].begin]) {
+        taken[byte - extents[0].begin] = true;
+        return;
+      }
+      for (const Extent& other : extents) {
+        for_each_byte(*other.parameter, other.begin, 0, [&](const char* same) {
+          if (same != byte) return;
+          throw Error(rank, "parameters '" + *other.name + "' and '" + *one.name +
+                                "' share memory but are two tensors; tie weights by registering the same tensor twice");
+        });
+      }
+    });
+  }
+}
+
+// Two tensors over the same bytes would be two gradients of one thing. Tensors that lie between each other (every second
+// column) only look like it: where extents meet, elements are compared.
+void check_memory(int rank, const NamedTensors& parameters) {
+  std::vector<Extent> extents;
+  for (const auto& [name, parameter] : parameters) {
+    if (parameter.numel() == 0 || parameter.storage().nbytes() == 0) continue;  // deferred: no memory yet
+    const auto* begin = static_cast<const char*>(parameter.const_data_ptr());
+    int64_t span = 1;
+    for (int64_t d = 0; d < parameter.dim(); ++d) span += (parameter.size(d) - 1) * parameter.stride(d);
+    extents.push_back({&name, &parameter, begin, begin + span * static_cast<int64_t>(parameter.element_size())});
+  }
+  std::stable_sort(extents.begin(), extents.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  for (size_t first = 0; first < extents.size();) {
+    const char* end = extents[first].end;
+    size_t last = first + 1;
+    for (; last < extents.size() && extents[last].begin < end; ++last) end = std::max(end, extents[last].end);
+    if (last - first > 1) check_elements(rank, std::span(extents).subspan(first, last - first), end);
+    first = last;
+  }
 }
 
 std::vector<std::string> split(const std::string& text) {
@@ -48,6 +189,11 @@ std::vector<std::string> split(const std::string& text) {
 }
 
 }  // namespace
+
+std::string shortest(double value) {
+  std::array<char, 32> text;
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
 
 int64_t digest_of(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
@@ -123,6 +269,10 @@ void check_model(int rank, const NamedTensors& parameters) {
       throw Error(rank,
                   "parameter '" + name + "' is the result of an operation, not a leaf; register the leaf instead");
     }
+    if (parameter.is_inference()) {
+      throw Error(rank, "parameter '" + name +
+                            "' was made under InferenceMode and can never be trained; build the model outside of it");
+    }
     if (parameter.layout() != at::kStrided) {
       throw Error(rank, c10::str("parameter '", name, "' has layout ", parameter.layout(),
                                  "; only dense parameters can be "
@@ -143,25 +293,7 @@ void check_model(int rank, const NamedTensors& parameters) {
   if (parameters.empty()) throw Error(rank, "the model has no parameters");
   if (!trainable) throw Error(rank, "the model has nothing to train: no parameter requires a gradient");
 
-  // Two tensors over the same bytes would be two gradients of one thing.
-  std::map<const char*, std::pair<const char*, std::string>> extents;
-  for (const auto& [name, parameter] : parameters) {
-    if (parameter.numel() == 0 || parameter.storage().nbytes() == 0) continue;  // deferred: no memory yet
-    const auto* begin = static_cast<const char*>(parameter.const_data_ptr());
-    int64_t span = 1;
-    for (int64_t d = 0; d < parameter.dim(); ++d) span += (parameter.size(d) - 1) * parameter.stride(d);
-    const char* end = begin + span * static_cast<int64_t>(parameter.element_size());
-    auto after = extents.upper_bound(begin);
-    const auto overlaps = [&](const auto& it) { return it->first < end && begin < it->second.first; };
-    auto clash = extents.end();
-    if (after != extents.end() && overlaps(after)) clash = after;
-    if (after != extents.begin() && overlaps(std::prev(after))) clash = std::prev(after);
-    if (clash != extents.end()) {
-      throw Error(rank, "parameters '" + clash->second.second + "' and '" + name +
-                            "' share memory but are two tensors; tie weights by registering the same tensor twice");
-    }
-    extents[begin] = {end, name};
-  }
+  check_memory(rank, parameters);
 }
 
 }  // namespace plumb

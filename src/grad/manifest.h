@@ -5,10 +5,14 @@
 
 namespace plumb {
 
-// Compares names, order, shapes, strides, dtypes, devices' types, requires_grad and the options that shape the work over
-// all ranks. Throws on every rank, naming the first difference. Collective.
+// Compares names, order, shapes, strides, dtypes, devices' types, requires_grad, the optimizer with all its values, and
+// every option that numbers or messages depend on, over all ranks. Throws on every rank, naming the first difference.
+// Collective.
 void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                       const Optimizer& optimizer, const Options& options);
+
+// A number as short as it can be read back exactly.
+std::string shortest(double value);
 
 // By which ranks compare the values that they hold.
 int64_t digest_of(const at::Tensor& tensor);

@@ -1,68 +1,85 @@
-// The memory of the reduced gradients: made when a gradient first needs it, let go with the gradients.
+// The memory of the reduced gradients: made when a gradient first needs it, let go with the gradients, never shared.
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "grad/reducer.h"
+#include "grad/buckets.h"
+#include "layout/digest.h"
 
 namespace plumb {
+namespace {
 
-void Reducer::make_gradient(Bucket& bucket, Blank blank) {
+// By more than the `own` references that we know of. From torch 2.13 on, a tensor that Python has seen is held by its
+// Python object, whether or not anybody holds that.
+template <class Slot>
+bool held_elsewhere(const at::Tensor& tensor, size_t own, const Slot& slot) {
+  if constexpr (requires { slot.has_unique_reference(); }) {
+    if (slot.load_pyobj() != nullptr) return tensor.use_count() > own + 1 || !slot.has_unique_reference();
+  }
+  return tensor.use_count() > own;
+}
+
+}  // namespace
+
+std::shared_ptr<const PieceOf> Buckets::piece_of(const Sink& sink, const Range& kept) const {
+  const Range mine = overlap(sink.slot, sink.parameter.numel(), kept);
+  const Range range{mine.begin - sink.slot.offset, mine.end - sink.slot.offset};
+  return std::make_shared<PieceOf>(holders_, team_.rank(), sink.name, sink.parameter.sizes().vec(), range);
+}
+
+void Buckets::make_gradient(Bucket& bucket, Blank blank) {
   if (bucket.gradient.defined()) return;
   at::NoGradGuard no_grad;
   const c10::Device device = bucket.device();
-  bucket.gradient = data_.allocate(bucket.kept.size(), at::TensorOptions().dtype(bucket.dtype).device(device));
+  bucket.gradient = team_.data().allocate(bucket.kept.size(), at::TensorOptions().dtype(bucket.dtype).device(device));
   if (blank == Blank::yes) bucket.gradient.zero_();
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
-    const bool in_bucket = sink.grad_in_bucket();
-    if (shards_gradient_) {
-      const Range mine = overlap(sink.slot, sink.parameter.numel(), bucket.kept);
-      const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
-      std::vector<int64_t> shape(sink.parameter.dim() + 1, 1);
-      shape.back() = mine.size();
-      at::AutoDispatchBelowADInplaceOrView plain;
-      sink.view = bucket.gradient.narrow(0, begin, mine.size()).view(shape);
+    if (team_.shards_gradient()) {
+      const at::Tensor view = piece_in(bucket.gradient, bucket.kept, sink);
+      sink.rebind(view, mark_piece(view, piece_of(sink, bucket.kept)));
     } else {
-      sink.view = view_in(bucket.gradient, sink.slot.offset, sink.parameter);
+      const at::Tensor view = view_in(bucket.gradient, sink.slot.offset, sink.parameter);
+      sink.rebind(view, view);
       const int64_t end = sink.slot.offset + sink.parameter.numel();
       if (blank == Blank::padding && end < bucket.after(i))
         bucket.gradient.narrow(0, end, bucket.after(i) - end).zero_();
     }
-    if (in_bucket) sink.grad() = sink.view;
   }
 }
 
-// There are no gradients: forwards need the memory more. Small buckets keep theirs. So do all where it is the backend's,
-// whose pages others see, and on devices, where a captured graph may know the place.
-void Reducer::let_go_of_gradients() {
-  const std::lock_guard lock(mutex_);
-  if (open_ || deterministic_ || stopped_ || data_.owns_memory(at::kCPU)) return;
+// Small buckets keep theirs. So do all where it is the backend's, whose pages others see, and on devices, where a captured
+// graph may know the place.
+void Buckets::let_go() {
+  if (team_.data().owns_memory(at::kCPU)) return;
   for (Bucket& bucket : buckets_) {
     if (!bucket.gradient.defined() || static_cast<int64_t>(bucket.gradient.nbytes()) <= small) continue;
     if (!bucket.device().is_cpu() || bucket.under_way || bucket.has_gradient()) continue;
     bucket.gradient.reset();
-    for (Sink* sink : bucket.sinks) sink->view.reset();
+    for (Sink* sink : bucket.sinks) {
+      sink->view.reset();
+      sink->shown.reset();
+    }
   }
 }
 
-// A gradient that somebody keeps although .grad was cleared or replaced is his: the bucket gets other memory.
-void Reducer::renew_kept() {
+void Buckets::renew_kept() {
   const auto kept = [](const Bucket& bucket) {
     size_t known = 1;  // holders of the memory: the bucket and the views
     bool cleared = false;
     for (const Sink* sink : bucket.sinks) {
       if (!sink->view.defined()) continue;
-      ++known;
+      const bool marked = !sink->shown.is_same(sink->view);
+      known += marked ? 2 : 1;
       if (sink->grad_in_bucket()) continue;
-      if (sink->view.use_count() > 1) return true;
+      if (held_elsewhere(sink->shown, marked ? 1 : 2, *sink->shown.unsafeGetTensorImpl()->pyobj_slot())) return true;
       cleared = true;
     }
     return cleared && bucket.gradient.storage().use_count() > known;
   };
   for (Bucket& bucket : buckets_) {
     if (!bucket.gradient.defined() || !kept(bucket)) continue;
-    data_.let_go();  // of a reduction that has ended here, and has not been heard of since
+    team_.data().let_go();  // of a reduction that has ended here, and has not been heard of since
     if (!kept(bucket)) continue;
     const Alone alone(bucket.lanes, bucket.device());
     renew(bucket);
@@ -70,19 +87,66 @@ void Reducer::renew_kept() {
 }
 
 // The same gradient in other memory, of the bucket's dtype.
-void Reducer::renew(Bucket& bucket) {
+void Buckets::renew(Bucket& bucket) {
   const at::Tensor old = bucket.gradient;
   if (!old.defined()) return;
+  if (bucket.captured) {
+    throw Error(team_.rank(),
+                "the gradients beside '" + bucket.sinks[0]->name +
+                    "' must move, and a graph was captured that writes them where they are: a gradient was kept after "
+                    "it was cleared, or a grad_dtype changed; do that before the capture, or build a new engine");
+  }
   keep_for_current(old);
   bucket.gradient.reset();
-  std::vector<bool> untouched;  // since a deterministic pass ended
-  for (const Sink* sink : bucket.sinks)
-    untouched.push_back(sink->view.defined() && sink->view._version() == sink->version);
+  std::vector<bool> changed;
+  for (const Sink* sink : bucket.sinks) changed.push_back(sink->changed_in_place());
   make_gradient(bucket, Blank::no);
   bucket.gradient.copy_(old);
-  for (size_t i = 0; i < untouched.size(); ++i) {
-    if (untouched[i]) bucket.sinks[i]->version = bucket.sinks[i]->view._version();
+  for (size_t i = 0; i < changed.size(); ++i) {
+    if (!changed[i]) bucket.sinks[i]->remember();
   }
+}
+
+void Buckets::untangle(std::deque<Sink>& sinks) {
+  for (Sink& sink : sinks) {
+    if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;
+    for (Bucket& bucket : buckets_) {
+      if (!bucket.gradient.defined() || !sink.grad().storage().is_alias_of(bucket.gradient.storage())) continue;
+      at::NoGradGuard no_grad;
+      if (team_.shards_gradient() &&
+          (sink.grad().sizes() != sink.view.sizes() || sink.grad().const_data_ptr() != sink.view.const_data_ptr())) {
+        throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
+                                      "' is another parameter's piece; where gradients are sharded, pieces cannot be "
+                                      "moved between parameters: assign whole gradients (engine.full_gradient)");
+      }
+      const Alone there(bucket.lanes, bucket.device());
+      const Alone here(of(sink).lanes, bucket.device());
+      sink.grad() = sink.grad().clone();
+      break;
+    }
+  }
+}
+
+bool Buckets::follow_rules() {
+  bool changed = false;
+  Digest digest;
+  for (Bucket& bucket : buckets_) {
+    at::ScalarType dtype = grad_rule(bucket.sinks[0]->parameter, options_.accumulate_dtype).bucket;
+    for (Sink* sink : bucket.sinks) {
+      const GradRule rule = grad_rule(sink->parameter, options_.accumulate_dtype);
+      changed = changed || !(rule == sink->rule);
+      sink->rule = rule;
+      dtype = c10::promoteTypes(dtype, rule.bucket);
+      digest.add(rule.cast ? static_cast<uint64_t>(*rule.cast) + 1 : 0);
+    }
+    if (dtype != bucket.dtype) {
+      const Alone alone(bucket.lanes, bucket.device());
+      bucket.dtype = dtype;
+      renew(bucket);
+    }
+  }
+  rules_ = digest.value();
+  return changed;
 }
 
 }  // namespace plumb

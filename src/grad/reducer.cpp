@@ -1,345 +1,36 @@
+// The conductor: one gradient, one pass, one step, in the order in which they happen.
 #include "grad/reducer.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-
-#include "layout/digest.h"
+#include <ranges>
 
 namespace plumb {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// ---- one gradient
+Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> unit_of, const Options& options)
+    : options_(options), team_(std::move(world), options_),
+      ledger_(team_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
+      members_(team_.rank(), parameters, std::move(unit_of), options.accumulate_dtype), buckets_(team_, options_),
+      summing_(make_summing(team_, buckets_, ledger_, options_)), traffic_(buckets_, *summing_, fault), changes_(team_),
+      weights_(team_.rank(), options.deterministic ? Weights::Zeroed::is_kept : Weights::Zeroed::is_cleared) {}
 
-// Opens the pass if this is its first gradient, and makes the bucket ready for another contribution.
-void Reducer::join_pass(Sink& sink, bool contributes) {
-  if (!open_) open_pass();
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task != last_task_ && task >= 0) {
-    last_task_ = task;
-    if (backward::listen(shared_from_this())) ++attached_;
-  }
-  // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
-  Bucket& bucket = buckets_[sink.slot.bucket];
-  bucket.lanes.begin_part(bucket.device());  // contract 2: a producer waits for the reduction
-  if (bucket.launched && fault != Fault::reduce_early) {
-    finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
-    bucket.late = true;
-    ledger_.late(bucket.index);
-    // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
-    if (contributes) sink.adopt(true);
-  }
-}
-
-at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
-  Lock lock(mutex_);
-  if (stopped_) return gradient;
-  check_alive();
-  const bool frozen = !sink.parameter.requires_grad();  // since the forward: autograd drops its gradient
-  join_pass(sink, gradient.defined() && !frozen);
-  if (frozen) return gradient;
-  Bucket& bucket = buckets_[sink.slot.bucket];
-  if (eaten_) {
-    if (gradient.defined()) take(sink, gradient);
-    return {};
-  }
-  if (shards_gradient_ && gradient.defined() && sink.grad_in_bucket()) sink.make_whole(bucket.kept, mesh_.shard);
-  return gradient;
-}
-
-void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
-  Lock lock(mutex_);
-  if (stopped_ || !open_ || !sink.parameter.requires_grad()) return;
-  Bucket& bucket = buckets_[sink.slot.bucket];
-  if (gradient.defined()) {
-    ledger_.delivered(sink.index);
-    if (!sink.grad().defined()) {
-      throw Error(world_.rank(),
-                  "parameter '" + sink.name +
-                      "' has no gradient right after one was accumulated: a hook took it away. Gradients "
-                      "must stay until step(); let the engine's optimizer consume them");
-    }
-    if (fault != Fault::drop_delivery) ++sink.unsettled;
-    if (fault == Fault::double_delivery) ++sink.unsettled;
-    if (sink.must_settle_now()) {
-      if (shards_gradient_) {
-        sink.grad() = sink.grad().to(sink.rule.bucket).to_dense();
-      } else {
-        make_gradient(bucket, Blank::padding);
-        settle(sink, 1.0);
-      }
-    }
-    bucket.lanes.end_part(bucket.device());
-  }
-  ready_order_.push_back(sink.index);
-  if (++sink.deliveries == sink.expected && --bucket.waiting == 0 && bucket.unit >= 0 && on_complete)
-    on_complete(bucket);
-  if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1) {
-    reduce(bucket);
-    send_waiting();
-  }
-  if (synced_) launch_ready();
-}
-
-// ---- one pass
-
-void Reducer::open_pass() {
-  open_ = true;
-  synced_ = !deterministic_ && (no_sync_ == 0 || (shards_gradient_ && !options_.hold_unsharded));
-  eaten_ = deterministic_ || (shards_gradient_ && synced_);
-  failure_ = nullptr;
-  last_task_ = -1;
-  next_ = 0;
-  ready_order_.clear();
-  ++passes_;
-  ledger_.open_pass(steps_, passes_);
-  for (Bucket& bucket : buckets_) {
-    bucket.launched = bucket.late = false;
-    bucket.waiting = 0;
-    for (Sink* sink : bucket.sinks) {
-      hook(*sink);
-      sink->expected = std::max(1, sink->deliveries);
-      sink->deliveries = sink->unsettled = sink->taken = 0;
-      sink->given = sink->raw = false;
-      sink->samples.reset();
-      if (sink->parameter.requires_grad()) ++bucket.waiting;
-    }
-  }
-  untangle();
-  renew_kept();
-  hold_launches_ = follow_rules();
-  if (deterministic_) prepare_share();
-}
-
-// Contract 3: a leaf's rule may change between passes, and its bucket with it. True if any did: then nothing travels
-// before all ranks have said that theirs did too.
-bool Reducer::follow_rules() {
-  bool changed = false;
-  Digest digest;
-  for (Bucket& bucket : buckets_) {
-    at::ScalarType dtype = grad_rule(bucket.sinks[0]->parameter, options_.accumulate_dtype).bucket;
-    for (Sink* sink : bucket.sinks) {
-      const GradRule rule = grad_rule(sink->parameter, options_.accumulate_dtype);
-      changed = changed || !(rule == sink->rule);
-      sink->rule = rule;
-      dtype = c10::promoteTypes(dtype, rule.bucket);
-      digest.add(rule.cast ? static_cast<uint64_t>(*rule.cast) + 1 : 0);
-    }
-    if (dtype != bucket.dtype) {
-      const Alone alone(bucket.lanes, bucket.device());
-      bucket.dtype = dtype;
-      renew(bucket);
-    }
-  }
-  rules_ = digest.value();
-  return changed;
-}
-
-// A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
-// its own before anything is copied.
-void Reducer::untangle() {
-  for (Sink& sink : sinks_) {
-    if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;
-    for (Bucket& bucket : buckets_) {
-      if (!bucket.gradient.defined() || !sink.grad().storage().is_alias_of(bucket.gradient.storage())) continue;
-      at::NoGradGuard no_grad;
-      if (shards_gradient_ &&
-          (sink.grad().sizes() != sink.view.sizes() || sink.grad().const_data_ptr() != sink.view.const_data_ptr())) {
-        throw Error(world_.rank(), "the gradient of parameter '" + sink.name +
-                                       "' is another parameter's piece; where gradients are sharded, pieces cannot be "
-                                       "moved between parameters: assign whole gradients (engine.full_gradient)");
-      }
-      const Alone there(bucket.lanes, bucket.device());
-      const Alone here(buckets_[sink.slot.bucket].lanes, bucket.device());
-      sink.grad() = sink.grad().clone();
-      break;
-    }
-  }
-}
-
-void Reducer::settle(Sink& sink, double scale) {
-  for (int i = 0; i < sink.unsettled; ++i) ledger_.settled(sink.index);
-  sink.settle(scale);
-}
-
-// The sinks settle here rather than one by one as gradients come: then a gradient is scaled while it is copied, and a
-// device copies a whole bucket in one kernel.
-void Reducer::reduce(Bucket& bucket) {
-  at::NoGradGuard no_grad;
-  bucket.launched = true;
-  if (fault == Fault::reduce_never && bucket.index == 0) return;
-  bucket.under_way = true;
-  const c10::Device device = bucket.device();
-  const Alone alone(bucket.lanes, device);  // contract 2: a reduction waits for every producer
-  if (eats()) return reduce_incoming(bucket);
-  make_gradient(bucket, Blank::padding);
-  const double mean = 1.0 / data_.size();
-  const bool batched = !device.is_cpu();
-  if (batched) copy_together(bucket);
-  for (Sink* sink : bucket.sinks) {
-    try {
-      settle(*sink, batched ? 1.0 : mean);
-    } catch (...) {
-      // The others wait for this reduction all the same; the failure is told when the pass closes.
-      if (!failure_) failure_ = std::current_exception();
-      sink->view.zero_();
-    }
-  }
-  ledger_.reduced(bucket.index);
-  if (data_.size() > 1) {
-    if (batched) bucket.gradient.mul_(mean);
-    bucket.reduction = std::make_shared<Pending>(data_.all_reduce(bucket.gradient));
-  }
-}
-
-// Copies every plain gradient of the bucket to its place with one call, and makes the places their .grad.
-void Reducer::copy_together(Bucket& bucket) {
-  std::vector<at::Tensor> places, gradients;
-  for (Sink* sink : bucket.sinks) {
-    if (!sink->grad_elsewhere() || sink->must_settle_now() || sink->grad().requires_grad()) continue;
-    if (sink->grad().sizes() != sink->view.sizes()) continue;  // settle() says what is wrong with it
-    places.push_back(sink->view);
-    gradients.push_back(sink->grad());
-  }
-  if (places.size() < 2) return;
-  at::_foreach_copy_(places, gradients);
-  for (const at::Tensor& gradient : gradients) keep_for_current(gradient);
-  size_t next = 0;
-  for (Sink* sink : bucket.sinks) {
-    if (next < gradients.size() && sink->grad().defined() && sink->grad().is_same(gradients[next])) {
-      sink->grad() = sink->view;
-      ++next;
-    }
-  }
-}
-
-void Reducer::begin_backward() {
-  Lock lock(mutex_);
-  check_alive();
-  if (!open_) open_pass();
-  ++attached_;
-}
-
-void Reducer::end_backward(std::exception_ptr failure) { backward_ended(failure); }
-
-void Reducer::backward_ended(std::exception_ptr failure) {
-  Lock lock(mutex_);
-  if (!open_) return;
-  if (failure && !failure_) failure_ = failure;
-  if (--attached_ > 0) return;
-  attached_ = 0;
-  open_ = false;
-  if (stopped_ || !broken_.empty()) return;
-  for_devices([this](c10::Device device) {
-    callers_.add(device);
-    follow_caller(device);
+void Reducer::start() {
+  backward::install();
+  members_.report_to(weak_from_this());
+  buckets_.pieces_ask([weak = weak_from_this()](const std::string& what) {
+    const auto self = weak.lock();
+    if (!self) throw Error(what + " is asked for after its engine has ended");
+    return self->ask_about_pieces(what);
   });
-  close_pass(failure != nullptr);
-}
-
-// Leaves accumulate where backwards are called: no stream waits for another without need, and no graph that is captured
-// reaches out of its streams.
-void Reducer::follow_caller(c10::Device device) {
-  for (Sink& sink : sinks_) {
-    if (!sink.accumulator || sink.parameter.device() != device) continue;
-    if (sink.accumulator->stream() == current_stream(device)) return;
-    accumulate_on_current(sink.accumulator, sink.parameter);
-  }
-}
-
-void Reducer::close_pass(bool failure_is_known) {
-  if (synced_) {
-    close_synced_pass();
-  } else {
-    held_ = true;
-    if (deterministic_) push_shares();
-    // What is held stays in .grad, where the next reduction finds it.
-    for (Sink& sink : sinks_) {
-      for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
-    }
-    if (!failure_) ledger_.close_pass(Ledger::Sync::held);
-  }
-  if (failure_) ledger_.abandon_pass();
-  if (failure_ && !failure_is_known) std::rethrow_exception(failure_);
-}
-
-void Reducer::close_synced_pass() {
-  const Where where = here(Where::Kind::backward);
-  std::vector<Facts> all;
-  try {
-    if (hold_launches_) agree(Where::Kind::backward, std::vector<bool>(buckets_.size()));
-    while (next_ < buckets_.size()) launch_convoy();
-    std::vector<bool> late;
-    for (const Bucket& bucket : buckets_) late.push_back(bucket.late);
-    auto finish_all = [&] {
-      for (Bucket& bucket : buckets_) {
-        Where detailed = where;
-        detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
-        finish(bucket, detailed);
-      }
-    };
-    // A reduction over two axes has a second part that begins in finish(): nobody may wait for facts before it.
-    if (shards_gradient_ && groups_.replicate.size() > 1) finish_all();
-    all = agree(Where::Kind::backward, late);
-    finish_all();
-    join_late(all, late);
-    for (size_t i = 0; i < late.size(); ++i) {
-      if (late[i]) ledger_.late(static_cast<int>(i));
-    }
-    adopt(all);  // before a second reduction: whoever had nothing now holds the mean of the first
-    admit_newcomers(all, late);
-    if (fault == Fault::reduce_twice) late[0] = true;
-    reduce_and_wait(late, where);
-    adopt(all);
-    for (Sink& sink : sinks_) sink.given = false;
-  } catch (const std::exception& error) {
-    broken_ = error.what();
-    throw;
-  }
-  held_ = false;
-  if (failure_) return;
-  throw_if_failed_elsewhere(all);
-  ledger_.close_pass(Ledger::Sync::reduced);
-  // Sharded state stays where it is, and so do the parameters of units.
-  const bool movable = !shards(row_.parameter) && (steps_ == 0 || !shards(row_.state));
-  if (!rebuilt_ && movable) rebuild();
-  sample_pieces();
-}
-
-void Reducer::reduce_and_wait(const std::vector<bool>& which, const Where& where) {
-  for (size_t i = 0; i < which.size(); ++i) {
-    if (which[i]) reduce(buckets_[i]);
-  }
-  send_waiting();
-  for (size_t i = 0; i < which.size(); ++i) {
-    if (which[i]) finish(buckets_[i], where);
-  }
-}
-
-void Reducer::adopt(const std::vector<Facts>& all) {
-  for (Sink& sink : sinks_) {
-    const auto index = static_cast<size_t>(sink.index);
-    const bool used = std::any_of(all.begin(), all.end(), [&](const Facts& facts) { return facts.used[index]; });
-    sink.adopt(used);
-  }
-}
-
-// ---- what both ends of a step use
-
-void Reducer::for_devices(const std::function<void(c10::Device)>& call) const {
-  std::vector<c10::Device> known;
-  for (const Bucket& bucket : buckets_) {
-    if (std::find(known.begin(), known.end(), bucket.device()) != known.end()) continue;
-    known.push_back(bucket.device());
-    if (!bucket.device().is_cpu()) call(bucket.device());
-  }
-}
-
-void Reducer::hold_sync(int change) {
-  Lock lock(mutex_);
-  no_sync_ += change;
+  std::vector<int> trainable = members_.newcomers();
+  // Gradients come roughly in the reverse order of the model.
+  std::reverse(trainable.begin(), trainable.end());
+  admit(trainable);
+  remember_parameters();
 }
 
 void Reducer::stop() {
@@ -347,11 +38,384 @@ void Reducer::stop() {
   stopped_ = true;
 }
 
+void Reducer::hold_sync(int change) {
+  Lock lock(mutex_);
+  no_sync_ += change;
+}
+
 void Reducer::check_alive() const {
-  if (!broken_.empty()) {
-    throw Error(world_.rank(),
-                "communication ended with an earlier error; build a new world and engine. It was: " + broken_);
+  if (broken_.empty()) return;
+  throw Error(team_.rank(),
+              "communication ended with an earlier error; build a new world and engine. It was: " + broken_);
+}
+
+void Reducer::or_break(const std::function<void()>& collective) {
+  try {
+    collective();
+  } catch (const std::exception& error) {
+    broken_ = error.what();
+    throw;
   }
+}
+
+// ---- one gradient
+
+at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) {
+  Lock lock(mutex_);
+  if (stopped_) return gradient;
+  check_alive();
+  const bool frozen = !sink.parameter.requires_grad();  // since the forward: autograd drops its gradient
+  join_pass(sink, gradient.defined() && !frozen);
+  return frozen ? gradient : summing_->accept(*pass_, sink, gradient);
+}
+
+// Opens the pass if this is its first gradient, and makes the bucket ready for another contribution.
+void Reducer::join_pass(Sink& sink, bool contributes) {
+  OpenPass& pass = pass_ ? *pass_ : open_pass();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task != pass.task && task >= 0) {
+    pass.task = task;
+    if (backward::listen(shared_from_this())) ++pass.backwards;
+  }
+  Bucket& bucket = buckets_.of(sink);
+  // Contract 2: a producer waits for the reduction, and for who wrote the same gradient before.
+  bucket.lanes.begin_part(bucket.device(), sink.index);
+  // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
+  if (bucket.launched && fault != Fault::reduce_early) {
+    summing_->finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
+    bucket.late = true;
+    ledger_.late(bucket.index);
+    // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
+    if (contributes) sink.adopt(true);
+  }
+}
+
+void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
+  Lock lock(mutex_);
+  if (stopped_ || !pass_ || !sink.parameter.requires_grad()) return;
+  if (gradient.defined()) {
+    ledger_.delivered(sink.index);
+    if (!sink.grad().defined()) {
+      throw Error(team_.rank(), "parameter '" + sink.name +
+                                    "' has no gradient right after one was accumulated: a hook took it away. Gradients "
+                                    "must stay until step(); let the engine's optimizer consume them");
+    }
+    if (fault != Fault::drop_delivery) ++sink.unsettled;
+    if (fault == Fault::double_delivery) ++sink.unsettled;
+    if (sink.must_settle_now()) summing_->accumulated(sink);
+  }
+  Bucket& bucket = buckets_.of(sink);
+  bucket.lanes.end_part(bucket.device(), sink.index);  // also without a gradient: hooks look at what others wrote
+  count_arrival(sink);
+}
+
+void Reducer::count_arrival(Sink& sink) {
+  Bucket& bucket = buckets_.of(sink);
+  pass_->arrivals.push_back(sink.index);
+  // A unit's parameters are not needed any more, also where a weight gradient is put off.
+  if (++sink.deliveries == sink.expected && bucket.unit >= 0 && on_complete) {
+    const auto arrived = [](const Sink* one) {
+      return one->deliveries >= one->expected || !one->parameter.requires_grad();
+    };
+    if (std::ranges::all_of(bucket.sinks, arrived)) on_complete(bucket);
+  }
+  count_down(sink);
+  if (fault == Fault::reduce_early && !bucket.launched && bucket.sinks.size() > 1)
+    traffic_.launch(bucket, here(Where::Kind::backward));
+  launch_ready();
+}
+
+// Its bucket waits for it no longer once everything came that is expected of it, and everything that was put off.
+void Reducer::count_down(Sink& sink) {
+  if (sink.complete || sink.deliveries < sink.expected || sink.put_off > 0) return;
+  sink.complete = true;
+  --buckets_.of(sink).waiting;
+}
+
+void Reducer::launch_ready() {
+  if (pass_->sync == OpenPass::Sync::reduced && !pass_->rules_changed)
+    traffic_.launch_ready(here(Where::Kind::backward));
+}
+
+void Reducer::accumulator_changed(Sink& sink) {
+  Lock lock(mutex_);
+  if (!stopped_) members_.follow_accumulator(sink);
+}
+
+// ---- one pass
+
+OpenPass& Reducer::open_pass() {
+  prepare_capture();
+  OpenPass pass;
+  pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
+  changes_.look_at_gradients(members_.sinks(), held_);
+  buckets_.untangle(members_.sinks());
+  ++passes_;
+  ledger_.open_pass(steps_, passes_);
+  if (on_open) on_open();
+  traffic_.restart();
+  for (Bucket& bucket : buckets_) {
+    bucket.launched = bucket.late = false;
+    bucket.waiting = 0;
+    for (Sink* sink : bucket.sinks) {
+      members_.hook(*sink);
+      sink->open_pass();
+      sink->complete = !sink->parameter.requires_grad();
+      if (!sink->complete) ++bucket.waiting;
+    }
+  }
+  buckets_.renew_kept();
+  pass.rules_changed = buckets_.follow_rules();
+  summing_->open_pass(passes_, members_.sinks());
+  return pass_.emplace(std::move(pass));
+}
+
+void Reducer::begin_backward() {
+  Lock lock(mutex_);
+  check_alive();
+  if (!pass_) open_pass();
+  ++pass_->backwards;
+}
+
+void Reducer::end_backward(std::exception_ptr failure) { backward_ended(failure); }
+
+void Reducer::backward_ended(std::exception_ptr failure) {
+  Lock lock(mutex_);
+  if (!pass_) return;
+  if (failure && !pass_->failure) pass_->failure = failure;
+  if (--pass_->backwards > 0) return;
+  OpenPass pass = std::move(*pass_);
+  pass_.reset();
+  if (stopped_ || !broken_.empty()) return;
+  buckets_.for_devices([this](c10::Device device) {
+    callers_.add(device);
+    follow_caller(device);
+  });
+  if (pass.sync == OpenPass::Sync::reduced) {
+    close_synced_pass(pass);
+  } else {
+    close_held_pass(pass);
+  }
+  note_capture();
+  if (pass.failure && !failure) std::rethrow_exception(pass.failure);
+}
+
+// Leaves accumulate where backwards are called: no stream waits for another without need, and no graph that is captured
+// reaches out of its streams.
+void Reducer::follow_caller(c10::Device device) {
+  for (Sink& sink : members_.sinks()) {
+    if (!sink.accumulator || sink.parameter.device() != device) continue;
+    if (sink.accumulator->stream() == current_stream(device)) continue;
+    accumulate_on_current(sink.accumulator, sink.parameter);
+  }
+}
+
+// What is held stays in .grad, or in the sums, where the next reduction finds it.
+void Reducer::close_held_pass(OpenPass& pass) {
+  held_ = true;
+  summing_->close_held_pass(passes_);
+  for (Bucket& bucket : buckets_)
+    bucket.lanes.begin_all(bucket.device());  // the caller's stream finds what was written
+  if (!pass.failure) pass.failure = summing_->take_failure();
+  for (Sink& sink : members_.sinks()) {
+    for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
+    sink.remember();
+  }
+  if (pass.failure) {
+    ledger_.abandon_pass();
+  } else {
+    ledger_.close_pass(Ledger::Sync::held);
+  }
+}
+
+void Reducer::close_synced_pass(OpenPass& pass) {
+  const Where where = here(Where::Kind::backward);
+  std::vector<Facts> all;
+  or_break([&] {
+    if (pass.rules_changed)
+      exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
+    traffic_.launch_rest(where);
+    if (!pass.failure) pass.failure = summing_->take_failure();
+    std::vector<bool> late;
+    for (const Bucket& bucket : buckets_) late.push_back(bucket.late || (bucket.frozen && bucket.wanted()));
+    if (summing_->ends_together()) traffic_.finish_all(where);
+    all = exchange_facts(Where::Kind::backward, late, pass.failure != nullptr);
+    traffic_.finish_all(where);
+    changes_.check_gradients(members_.sinks(), all);
+    join_late(all, late);
+    for (size_t i = 0; i < late.size(); ++i) {
+      if (late[i]) ledger_.late(static_cast<int>(i));
+    }
+    adopt(all);  // before a second reduction: whoever had nothing now holds the mean of the first
+    admit_newcomers(all, late, pass.failure != nullptr);
+    if (fault == Fault::reduce_twice) late[0] = true;
+    traffic_.reduce_and_wait(late, where);
+    adopt(all);
+  });
+  if (!pass.failure) pass.failure = summing_->take_failure();
+  held_ = false;
+  gradients_agreed();
+  if (pass.failure) return ledger_.abandon_pass();
+  try {
+    check_nobody_failed(team_.rank(), all);
+  } catch (const Error&) {
+    ledger_.abandon_pass();
+    throw;
+  }
+  ledger_.close_pass(Ledger::Sync::reduced);
+  rebuild(pass);
+}
+
+// The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
+void Reducer::adopt(const std::vector<Facts>& all) {
+  for (Sink& sink : members_.sinks()) {
+    const Bucket& bucket = buckets_.of(sink);
+    if (bucket.frozen && !bucket.launched) continue;  // there is nothing yet
+    sink.adopt(used_anywhere(all, sink.index));
+  }
+}
+
+void Reducer::gradients_agreed() {
+  for (Sink& sink : members_.sinks()) {
+    sink.contributed = false;
+    sink.agreed = sink.grad().defined();
+    sink.remember();
+  }
+}
+
+// ---- the buckets' order
+
+// Happens once: later passes mostly come in the same order. Sharded state stays where it is, and so do the parameters of
+// units.
+void Reducer::rebuild(const OpenPass& pass) {
+  const bool movable = !team_.shards(team_.row().parameter) && (steps_ == 0 || !team_.shards(team_.row().state));
+  if (rebuilt_ || !movable) return;
+  rebuilt_ = true;
+  std::vector<int> order = ready_order(pass);
+  if (team_.size() > 1) {
+    at::Tensor wire = at::tensor(order, at::kInt);
+    or_break([&] { team_.control().broadcast(wire, 0).wait(here(Where::Kind::rebuild, "the order of the buckets")); });
+    order.assign(wire.data_ptr<int>(), wire.data_ptr<int>() + wire.numel());
+  }
+  buckets_.rebuild(members_.sinks(), order, here(Where::Kind::rebuild, "the gradients in their new order"));
+  laid_out();
+  gradients_agreed();
+}
+
+// In which gradients became ready here, counting each parameter when its last one came; parameters without a gradient keep
+// their order behind.
+std::vector<int> Reducer::ready_order(const OpenPass& pass) const {
+  std::vector<int> order;
+  std::vector<bool> placed(sinks().size());
+  for (int sink : std::views::reverse(pass.arrivals)) {
+    if (!placed[sink]) order.push_back(sink);
+    placed[sink] = true;
+  }
+  std::reverse(order.begin(), order.end());
+  for (const Bucket& bucket : buckets_) {
+    for (const Sink* sink : bucket.sinks) {
+      if (!placed[sink->index]) order.push_back(sink->index);
+    }
+  }
+  return order;
+}
+
+void Reducer::admit(const std::vector<int>& candidates) {
+  buckets_.add(members_.sinks(), members_.admit(candidates));
+  laid_out();
+}
+
+void Reducer::laid_out() {
+  traffic_.form_convoys(options_.bucket_bytes);
+  std::vector<int> bucket_of;
+  for (const Sink& sink : sinks()) bucket_of.push_back(sink.slot.bucket);
+  ledger_.arrange(members_.names(), bucket_of, static_cast<int>(buckets_.size()));
+}
+
+// ---- what ranks agree on
+
+std::vector<Facts> Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed) {
+  Facts mine;
+  mine.kind = kind;
+  mine.step = steps_;
+  mine.pass = passes_;
+  mine.failed = failed;
+  mine.newcomers = members_.newcomers_digest();
+  mine.rules = buckets_.rules_digest();
+  if (kind == Where::Kind::step) mine.settings = digest_of(settings);
+  mine.weight = weights_.sum();
+  mine.weighted = weights_.count();
+  mine.late = std::move(late);
+  for (const Sink& sink : sinks()) mine.used.push_back(sink.grad().defined() || sink.contributed);
+  mine.changed = kind == Where::Kind::step ? changes_.changed_parameters(sinks()) : std::vector<bool>(sinks().size());
+  mine.cleared = changes_.cleared();
+  mine.touched = changes_.touched();
+  mine.intact = changes_.intact();
+  for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact})
+    bits->resize(sinks().size());  // newcomers: nothing yet
+  const std::vector<Facts> all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
+  check_settings(team_.control(), team_.rank(), settings, all, here(kind, "the settings that differ"));
+  return all;
+}
+
+Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
+  Lock lock(mutex_);
+  check_alive();
+  Facts mine;
+  mine.kind = Where::Kind::setup;
+  mine.writes = true;
+  mine.rules = buckets_.rules_digest();
+  mine.late.resize(buckets_.size());
+  for (auto* bits : {&mine.used, &mine.changed, &mine.cleared, &mine.touched, &mine.intact})
+    bits->resize(sinks().size());
+  for (const at::Tensor& parameter : parameters) {
+    if (const Sink* sink = members_.find(parameter)) mine.changed[sink->index] = true;
+  }
+  const Where where{Where::Kind::setup, steps_, passes_, write_call(members_.names(), mine.changed)};
+  or_break([&] { agree(team_.control(), team_.rank(), members_.names(), mine, where); });
+  return where;
+}
+
+// Ranks ask between backwards, when pieces are what they seem and the shard group carries nothing else.
+Where Reducer::ask_about_pieces(const std::string& what) const {
+  Lock lock(mutex_);
+  check_alive();
+  if (pass_) {
+    throw Error(team_.rank(), what +
+                                  " is asked for inside a backward; with sharded gradients every rank must answer: ask "
+                                  "after backward() has returned");
+  }
+  if (held_ && options_.deterministic) {
+    throw Error(team_.rank(), what +
+                                  " is asked for before step() has reduced it, in deterministic mode; with sharded "
+                                  "gradients every rank must answer: use Options::clip_norm there");
+  }
+  return here(Where::Kind::step, what);
+}
+
+// ---- weights
+
+void Reducer::weigh(double weight) {
+  Lock lock(mutex_);
+  weights_.weigh(weight, sinks());
+}
+
+void Reducer::weighed() {
+  Lock lock(mutex_);
+  weights_.weighed(sinks());
+}
+
+double Reducer::take_weight_factor() {
+  Lock lock(mutex_);
+  return weights_.take_factor();
+}
+
+// Parameters that began to require a gradient, on all ranks alike. Their buckets are reduced, too.
+void Reducer::admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late, bool failed) {
+  if (all[0].newcomers == 0) return;
+  admit(members_.newcomers());
+  late.resize(buckets_.size(), true);
+  all = exchange_facts(all[0].kind, late, failed);  // now with the newcomers' gradients
 }
 
 }  // namespace plumb

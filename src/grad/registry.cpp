@@ -4,6 +4,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "lane/lane.h"
 #include "plumb/error.h"
 #include "plumb/fused.h"
 
@@ -64,9 +65,17 @@ std::shared_ptr<FusedSink> sink_of(const at::Tensor& parameter) {
   return found->second.sink.lock();
 }
 
-GradTarget MainGradSink::open() { return {facts.main_grad, !facts.overwrite_main_grad}; }
+MainGradSink::MainGradSink(MainGrad facts, std::string name)
+    : facts(std::move(facts)), name_(std::move(name)), lanes_(std::make_shared<Lanes>()) {}
 
-void MainGradSink::wrote() {
+GradTarget MainGradSink::open() {
+  if (facts.main_grad.defined()) lanes_->begin_all(facts.main_grad.device());
+  return {facts.main_grad, !facts.overwrite_main_grad};
+}
+
+void MainGradSink::wrote() { lanes_->end_all(facts.main_grad.device()); }
+
+void MainGradSink::stood_in() {
   if (facts.grad_added_to_main_grad) facts.grad_added_to_main_grad = true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "grad/piece.h"
 #include "lane/lane.h"
 #include "plumb/error.h"
 
@@ -35,6 +36,8 @@ at::Tensor dense_values(const at::Tensor& gradient) {
 void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   if (scale == 1.0) {
     to.copy_(from);
+  } else if (from.scalar_type() != to.scalar_type()) {
+    to.copy_(from).mul_(scale);  // a product would be rounded to the narrower dtype first
   } else {
     // Of the sum's own width: a factor of another dtype would be converted each time.
     const auto width = c10::toRealValueType(to.scalar_type()) == at::kDouble ? at::kDouble : at::kFloat;
@@ -44,6 +47,20 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
 
 }  // namespace
 
+bool Sink::grad_is_piece() const { return grad().dim() == parameter.dim() + 1 || piece_of(grad()) != nullptr; }
+
+void Sink::open_pass() {
+  expected = std::max(1, deliveries);
+  deliveries = unsettled = 0;
+  unscaled = false;
+  forget_contributions();
+}
+
+void Sink::forget_contributions() {
+  collected = 0;
+  contributed = false;
+}
+
 void Sink::settle(double scale) {
   at::NoGradGuard no_grad;
   unsettled = 0;
@@ -52,7 +69,7 @@ void Sink::settle(double scale) {
     view.zero_();
     return;
   }
-  if (mine.is_same(view)) {
+  if (grad_in_bucket()) {
     if (scale != 1.0) view.mul_(scale);
     return;
   }
@@ -60,10 +77,10 @@ void Sink::settle(double scale) {
   copy_scaled(view, dense_values(mine), scale);
   keep_for_current(mine);
   // A gradient with a graph of its own (create_graph), or of a dtype that must stay as it came, keeps its tensor.
-  if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type())) {
-    mirror_ = decltype(mirror_)(mine.getIntrusivePtr());
+  if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type()) || view_is_wider()) {
+    mirror();
   } else {
-    mine = view;
+    mine = shown;
   }
 }
 
@@ -79,43 +96,57 @@ void Sink::adopt(bool used) {
     mine.detach().copy_(view);  // the values change, the graph stays; one process would hold these values too
     keep_for_current(mine);
   } else if (!mine.defined() && used) {
-    mine = view;
+    mine = shown;
+    if (view_is_wider() && !grad_is_piece()) {
+      mine = view.to(rule.bucket);
+      mirror();
+    }
   }
 }
 
 void Sink::bind(const Slot& new_slot, const at::Tensor& new_view) {
   at::NoGradGuard no_grad;
-  if (grad_in_bucket()) {
-    new_view.copy_(view);
-    grad() = new_view;
-  }
+  if (grad_in_bucket() || grad_mirrored()) new_view.copy_(view);
+  if (grad_in_bucket()) grad() = new_view;
   slot = new_slot;
-  view = new_view;
+  view = shown = new_view;
 }
 
-void Sink::take(const at::Tensor& gradient, const at::Tensor& place, double scale) {
+void Sink::rebind(const at::Tensor& new_view, const at::Tensor& new_shown) {
+  const bool in_bucket = grad_in_bucket();
+  view = new_view;
+  shown = new_shown;
+  if (!in_bucket) return;
+  if (view_is_wider() && !grad_is_piece()) {
+    mirror();
+  } else {
+    grad() = shown;
+  }
+}
+
+void Sink::collect(const at::Tensor& gradient, const at::Tensor& place, double scale) {
   at::NoGradGuard no_grad;
   check_fits(*this, gradient);
-  if (taken++ == 0) {
+  if (collected++ == 0) {
     copy_scaled(place, dense_values(gradient), scale);
   } else {
     place.add_(dense_values(gradient), scale);
   }
   keep_for_current(gradient);
-  given = true;
+  contributed = true;
 }
 
 void Sink::hand_over(const at::Tensor& place, double scale) {
   at::NoGradGuard no_grad;
   at::Tensor& mine = grad();
-  if (!mine.defined() || mine.is_same(view)) return;
+  if (!mine.defined() || grad_in_bucket()) return;
   if (!grad_is_piece()) {
-    take(mine, place, scale);
+    collect(mine, place, scale);
     mine.reset();
   } else if (view.defined() && mine.sizes() == view.sizes()) {
-    view.copy_(mine);
+    view.copy_(unmarked(mine));
     keep_for_current(mine);
-    mine = view;
+    mine = shown;
   } else {
     throw Error(c10::str("the gradient of parameter '", name, "' has shape ", mine.sizes(), "; expected ",
                          parameter.sizes(), ", the parameter's",
@@ -135,6 +166,16 @@ Range overlap(const Slot& slot, int64_t numel, const Range& part) {
   const int64_t begin = std::max(slot.offset, part.begin);
   const int64_t end = std::min(slot.offset + numel, part.end);
   return begin < end ? Range{begin, end} : Range{slot.offset, slot.offset};
+}
+
+at::Tensor piece_in(const at::Tensor& flat, const Range& kept, const Sink& sink) {
+  at::NoGradGuard no_grad;
+  const Range mine = overlap(sink.slot, sink.parameter.numel(), kept);
+  const int64_t begin = std::clamp<int64_t>(mine.begin - kept.begin, 0, kept.size());
+  std::vector<int64_t> shape(sink.parameter.dim() + 1, 1);
+  shape.back() = mine.size();
+  at::AutoDispatchBelowADInplaceOrView plain;
+  return flat.narrow(0, begin, mine.size()).view(shape);
 }
 
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {

@@ -5,15 +5,13 @@
 // the bucket holds. So zero_grad, assigning, scaling and clearing gradients need no call to us.
 //
 // Where gradients are sharded, the view is this rank's piece of the reduced gradient, of shape [1, …, 1, k] with one
-// dimension more than the parameter (k may be 0): a piece is never taken for a whole gradient. A tensor of the
-// parameter's own shape is what this rank contributes to the next reduction.
+// dimension more than the parameter (k may be 0), and .grad holds it as a piece (grad/piece.h): it is never taken for a
+// whole gradient. A tensor of the parameter's own shape is what this rank contributes to the next reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "grad/node.h"
@@ -24,8 +22,6 @@ namespace plumb {
 
 class FusedSink;
 
-using Samples = std::array<double, 8>;  // elements of a tensor, evenly spaced
-
 struct Sink {
   int index = -1;
   std::string name;
@@ -34,31 +30,45 @@ struct Sink {
   GradRule rule;
   NodePtr accumulator;                  // held, or autograd would drop our hooks with it
   std::shared_ptr<FusedSink> entrance;  // for operations that write the gradient themselves
-  int outstanding = 0;                  // contributions that were put off and have not come
+  int put_off = 0;                      // contributions that an operation will make later
 
   Slot slot;
-  at::Tensor view;  // this parameter's part of its bucket
+  at::Tensor view;      // this parameter's part of its bucket
+  at::Tensor shown;     // the view as .grad holds it: where gradients are sharded, a piece that knows that it is one
+  int64_t version = 0;  // of the view when the engine last left it
+  bool agreed = false;  // the ranks had agreed on .grad then
 
-  int deliveries = 0;                // gradients handed over in this pass
-  int expected = 1;                  // in a pass: as many as in the last one
-  int unsettled = 0;                 // of those, not yet in the bucket
-  int taken = 0;                     // of those, in the bucket's `incoming`
-  bool raw = false;                  // those in `incoming` are not scaled yet
-  bool given = false;                // in this pass, this rank contributed something to `incoming`
-  uint32_t version = 0;              // of the view when a deterministic pass ended
-  uint32_t seen_version = 0;         // of the parameter when the last step ended
-  const void* seen_place = nullptr;  // and where it lay
-  std::optional<Samples> samples;    // of the piece after its reduction
+  // What this pass has brought.
+  int deliveries = 0;        // gradients handed over
+  int expected = 1;          // as many as in the last pass
+  bool complete = false;     // all of those came, and all that was put off: its bucket waits for it no longer
+  int unsettled = 0;         // of those, not yet in the bucket
+  int collected = 0;         // of those, in the bucket's `incoming`
+  bool unscaled = false;     // those in `incoming` are not scaled yet
+  bool contributed = false;  // this rank has put something into `incoming`
 
   at::Tensor& grad() const { return parameter.mutable_grad(); }
-  bool grad_in_bucket() const { return grad().defined() && grad().is_same(view); }
-  bool grad_is_piece() const { return grad().dim() == parameter.dim() + 1; }
+  bool grad_in_bucket() const { return grad().defined() && grad().is_same(shown); }
+  bool grad_is_piece() const;
   // .grad keeps a tensor of its own beside the view, which gets the reduced values back.
   bool grad_mirrored() const {
     return grad().defined() && mirror_._unsafe_get_target() == grad().unsafeGetTensorImpl();
   }
   // The bucket has not seen this .grad yet.
   bool grad_elsewhere() const { return grad().defined() && !grad_in_bucket() && !grad_mirrored(); }
+  // It lies where the view does: the view itself, or a detached twin, as Module::zero_grad(false) leaves it.
+  bool grad_shows_view() const {
+    return grad_in_bucket() || (grad().defined() && view.defined() && grad().has_storage() && view.numel() > 0 &&
+                                grad().const_data_ptr() == view.const_data_ptr() && grad().sizes() == view.sizes());
+  }
+  // A neighbour's rule asks the bucket for a wider dtype than this leaf's gradients have.
+  bool view_is_wider() const { return view.defined() && view.scalar_type() != rule.bucket; }
+
+  void open_pass();
+  void forget_contributions();
+  // The engine leaves the view as it is now; whether the user changed it in place since.
+  void remember() { version = view.defined() ? view._version() : 0; }
+  bool changed_in_place() const { return grad_shows_view() && view._version() != version; }
 
   // Brings the bucket in line with .grad. Afterwards the view holds this rank's gradient times `scale`, or zeros where
   // there is none; .grad is the view wherever that loses nothing. One pass over the memory.
@@ -69,9 +79,11 @@ struct Sink {
   void adopt(bool used);
   // Moves the gradient to its place in another bucket; contract 1: any old gradient survives.
   void bind(const Slot& new_slot, const at::Tensor& new_view);
+  // The bucket has other memory; what it holds comes along. A gradient keeps its dtype.
+  void rebind(const at::Tensor& new_view, const at::Tensor& new_shown);
 
   // Adds a contribution, times `scale`, to `place`, this parameter's part of `incoming`; the first one overwrites.
-  void take(const at::Tensor& gradient, const at::Tensor& place, double scale);
+  void collect(const at::Tensor& gradient, const at::Tensor& place, double scale);
   // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
   void hand_over(const at::Tensor& place, double scale);
   // Makes a piece a whole tensor again, such that the mean over the ranks gives the piece back: `copies` is how many
@@ -79,6 +91,7 @@ struct Sink {
   void make_whole(const Range& piece, double copies);
 
  private:
+  void mirror() { mirror_ = decltype(mirror_)(grad().getIntrusivePtr()); }
   // Weak: whether a gradient stays alive is the user's business.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> mirror_{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
@@ -86,6 +99,9 @@ struct Sink {
 
 // The part of `flat` at `offset` seen in the shape of `parameter`, with its strides where they are dense.
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+
+// This rank's piece of the parameter's gradient in `flat`, which holds the elements `kept` of the bucket.
+at::Tensor piece_in(const at::Tensor& flat, const Range& kept, const Sink& sink);
 
 // The elements of a parameter at `slot` that lie in `part` of the bucket, counted from the bucket's begin.
 Range overlap(const Slot& slot, int64_t numel, const Range& part);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plumb/checkpoint.h"
 #include "plumb/error.h"
 
 namespace plumb::model {
@@ -92,7 +93,9 @@ at::Tensor GptImpl::forward(const at::Tensor& tokens) {
   TORCH_CHECK(length <= size_.context, "plumb: a sequence of ", length, " tokens; the model's context is ",
               size_.context);
   at::Tensor x = tokens_(tokens) + positions_->weight.narrow(0, 0, length);
-  for (auto& block : blocks_) x = block(x);
+  for (auto& block : blocks_) {
+    x = recomputes_ ? checkpoint([block](const at::Tensor& h) mutable { return block(h); }, x) : block(x);
+  }
   return head_(norm_(x));
 }
 

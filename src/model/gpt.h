@@ -52,10 +52,14 @@ class GptImpl : public torch::nn::Module {
   // tokens: int64 [batch, length], length at most `size.context`. Returns logits [batch, length, vocabulary].
   at::Tensor forward(const at::Tensor& tokens);
 
+  // From now on blocks keep nothing for their backward but their inputs, and run again there.
+  void recompute_blocks() { recomputes_ = true; }
+
   const GptSize& size() const { return size_; }
 
  private:
   GptSize size_;
+  bool recomputes_ = false;
   Unit<torch::nn::Embedding> tokens_{nullptr};
   torch::nn::Embedding positions_{nullptr};  // whole on every rank, like the norm: not worth a message
   std::vector<Unit<Block>> blocks_;

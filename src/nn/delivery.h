@@ -8,6 +8,10 @@
 
 #include "plumb/fused.h"
 
+namespace torch::autograd {
+struct Node;
+}
+
 namespace plumb::nn {
 
 enum class When { now, delayed };
@@ -25,8 +29,9 @@ struct Delivery {
 struct Weight {
   at::Tensor leaf;  // undefined when the weight is computed from others
   std::shared_ptr<FusedSink> sink;
-  bool wanted = false;    // this backward wants its gradient at all
-  bool demanded = false;  // autograd::grad wants the gradient itself
+  bool wanted = false;                           // this backward wants its gradient at all
+  bool demanded = false;                         // autograd::grad wants the gradient itself
+  torch::autograd::Node* accumulator = nullptr;  // of the leaf; while the node runs
 };
 
 // The weight behind input `input` of the node that is running its backward. The parameter is found through the graph:
@@ -42,10 +47,16 @@ struct Like {
   at::TensorOptions options;
 };
 
-// The sink's target, after checking that the gradient of such a weight can go there. Throws before anything is written.
+// The sink's target in the weight's shape, after checking that the gradient of such a weight can go there. Throws before
+// anything is written.
 GradTarget open_checked(FusedSink& sink, const Like& weight);
 
-// Zeros in the weight's shape that take no memory: what leaks by mistake adds nothing.
-at::Tensor stand_in(const Like& weight);
+// Zeros in the weight's shape that take no memory: what leaks by mistake adds nothing. The weight's accumulator drops them
+// after the hooks on the gradient have run. Undefined if this backward was given one already: two would be added up.
+at::Tensor stand_in(const Weight& weight, const Like& like);
+
+// What the accumulator of a weight does whose gradient autograd never sees (its hooks; and the end of the backward, which
+// waits for accumulators) comes after what the current stream was given.
+void order_accumulator(const Weight& weight);
 
 }  // namespace plumb::nn

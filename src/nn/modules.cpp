@@ -89,6 +89,16 @@ std::vector<at::Tensor> ExpertsModule::register_experts(const std::string& name,
   return each;
 }
 
+std::vector<at::Tensor> ExpertsModule::register_biases(const std::string& name, Experts kind, int64_t experts,
+                                                       int64_t out, int64_t in) {
+  if (kind == Experts::grouped) return {register_parameter(name, fresh({experts, out}, in))};
+  std::vector<at::Tensor> each;
+  for (int64_t e = 0; e < experts; ++e) {
+    each.push_back(register_parameter(name + "_" + std::to_string(e), fresh({out}, in)));
+  }
+  return each;
+}
+
 namespace {
 
 std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& weight, const Tokens& tokens,
@@ -99,16 +109,28 @@ std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& 
   return std::make_shared<const Groups>(tokens, experts, x.size(0), x.device());
 }
 
+void check_probabilities(const at::Tensor& probabilities, const at::Tensor& x) {
+  if (probabilities.dim() != 1 || probabilities.size(0) != x.size(0)) {
+    throw Error(c10::str("the probabilities have shape ", probabilities.sizes(), "; expected [", x.size(0),
+                         "], one per row of the input"));
+  }
+  if (probabilities.device() != x.device() || !probabilities.is_floating_point()) {
+    throw Error(c10::str("the probabilities are ", probabilities.scalar_type(), " on ", probabilities.device(),
+                         "; expected floating-point numbers on ", x.device(), ", the input's device"));
+  }
+}
+
 }  // namespace
 
 GroupedLinearImpl::GroupedLinearImpl(const GroupedLinearOptions& options)
     : experts_(options.experts), store_(store_if(options.delay_wgrad_compute)) {
   check_positive("a grouped linear layer", {options.experts, options.in, options.out});
   weights = register_experts("weight", options.weights, options.experts, options.out, options.in);
+  if (options.bias) biases = register_biases("bias", options.weights, options.experts, options.out, options.in);
 }
 
 at::Tensor GroupedLinearImpl::forward(const at::Tensor& x, const Tokens& tokens) {
-  return grouped_linear(x, weights, groups_for(x, weights[0], tokens, experts_), store_);
+  return grouped_linear(x, {weights, biases}, groups_for(x, weights[0], tokens, experts_), store_);
 }
 
 void GroupedLinearImpl::backward_dw() { flush(store_); }
@@ -119,10 +141,15 @@ GroupedMLPImpl::GroupedMLPImpl(const GroupedMLPOptions& options)
   const int64_t inner = options.activation == Activation::swiglu ? 2 * options.hidden : options.hidden;
   up = register_experts("up", options.weights, options.experts, inner, options.width);
   down = register_experts("down", options.weights, options.experts, options.width, options.hidden);
+  if (!options.bias) return;
+  up_biases = register_biases("up_bias", options.weights, options.experts, inner, options.width);
+  down_biases = register_biases("down_bias", options.weights, options.experts, options.width, options.hidden);
 }
 
-at::Tensor GroupedMLPImpl::forward(const at::Tensor& x, const Tokens& tokens) {
-  return grouped_mlp(x, up, down, activation_, groups_for(x, up[0], tokens, experts_), store_);
+at::Tensor GroupedMLPImpl::forward(const at::Tensor& x, const Tokens& tokens, const at::Tensor& probabilities) {
+  auto groups = groups_for(x, up[0], tokens, experts_);
+  if (probabilities.defined()) check_probabilities(probabilities, x);
+  return grouped_mlp(x, {up, up_biases}, {down, down_biases}, probabilities, activation_, std::move(groups), store_);
 }
 
 void GroupedMLPImpl::backward_dw() { flush(store_); }
@@ -149,13 +176,15 @@ at::Tensor permute(const at::Tensor& x, const Routing& routing) {
   return x.index_select(0, at::div(routing.order, routing.weights.size(1), "floor"));
 }
 
-at::Tensor unpermute(const at::Tensor& y, const Routing& routing) {
+at::Tensor unpermute(const at::Tensor& y, const Routing& routing, Weigh weigh) {
   const at::Tensor place = at::argsort(routing.order);
   const auto chosen = y.index_select(0, place).view({routing.weights.size(0), routing.weights.size(1), y.size(1)});
-  return (chosen * routing.weights.unsqueeze(-1)).sum(1);
+  return weigh == Weigh::results ? (chosen * routing.weights.unsqueeze(-1)).sum(1) : chosen.sum(1);
 }
 
-MoEImpl::MoEImpl(const MoEOptions& options) {
+at::Tensor permuted_weights(const Routing& routing) { return routing.weights.flatten().index_select(0, routing.order); }
+
+MoEImpl::MoEImpl(const MoEOptions& options) : weigh_(options.weigh) {
   router = register_module("router", Router(options.width, options.experts, options.top_k));
   experts =
       register_module("experts", GroupedMLP(GroupedMLPOptions{.experts = options.experts,
@@ -163,14 +192,16 @@ MoEImpl::MoEImpl(const MoEOptions& options) {
                                                               .hidden = options.hidden,
                                                               .activation = options.activation,
                                                               .weights = options.weights,
+                                                              .bias = options.bias,
                                                               .delay_wgrad_compute = options.delay_wgrad_compute}));
 }
 
 at::Tensor MoEImpl::forward(const at::Tensor& x) {
   const at::Tensor tokens = x.reshape({-1, x.size(-1)});
   const Routing routing = router->forward(tokens);
-  const at::Tensor y = experts->forward(permute(tokens, routing), Tokens::sizes(routing.sizes));
-  return unpermute(y, routing).view(x.sizes());
+  const at::Tensor inside = weigh_ == Weigh::activations ? permuted_weights(routing) : at::Tensor();
+  const at::Tensor y = experts->forward(permute(tokens, routing), Tokens::sizes(routing.sizes), inside);
+  return unpermute(y, routing, weigh_).view(x.sizes());
 }
 
 }  // namespace plumb::nn

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "nn/product.h"
@@ -19,7 +20,7 @@ struct Kept : torch::CustomClassHolder {
   std::shared_ptr<WgradStore> store;
   std::shared_ptr<const Groups> groups;
   Activation activation = Activation::swiglu;
-  size_t ups = 0;  // of the weights, so many come first
+  size_t layers = 1, weights = 1, biases = 0;  // of each layer
 };
 using KeptPtr = c10::intrusive_ptr<Kept>;
 
@@ -36,6 +37,30 @@ std::vector<Weight> weights_at(size_t first, size_t count) {
   for (size_t i = 0; i < count; ++i) weights.push_back(weight_of_running_node(first + i));
   return weights;
 }
+
+// Grouped operations take one list: x, the weights of all layers, their biases, and probabilities if there are some.
+class Inputs {
+ public:
+  Inputs(variable_list all, const Kept& kept) : all_(std::move(all)), kept_(kept) {}
+
+  const at::Tensor& x() const { return all_[0]; }
+  std::vector<at::Tensor> weights(size_t layer) const { return some(first_weight(layer), kept_.weights); }
+  std::vector<at::Tensor> biases(size_t layer) const { return some(first_bias(layer), kept_.biases); }
+  at::Tensor probabilities() const { return all_.size() > at_probabilities() ? all_.back() : at::Tensor(); }
+
+  size_t first_weight(size_t layer) const { return 1 + layer * kept_.weights; }
+  size_t first_bias(size_t layer) const { return first_weight(kept_.layers) + layer * kept_.biases; }
+  size_t at_probabilities() const { return first_bias(kept_.layers); }
+
+ private:
+  std::vector<at::Tensor> some(size_t first, size_t count) const {
+    return {all_.begin() + static_cast<std::ptrdiff_t>(first),
+            all_.begin() + static_cast<std::ptrdiff_t>(first + count)};
+  }
+
+  variable_list all_;
+  const Kept& kept_;
+};
 
 std::vector<Like> likes_of(const std::vector<at::Tensor>& weights) { return {weights.begin(), weights.end()}; }
 
@@ -103,34 +128,49 @@ struct LinearNode : torch::autograd::Function<LinearNode> {
   }
 };
 
+// The gradients of one layer's weights and biases, from what goes into its product and what comes back.
+void layer_gradients(variable_list& gradients, AutogradContext* context, const Inputs& in, size_t layer,
+                     const Kept& kept, const at::Tensor& dy, const std::function<at::Tensor()>& x,
+                     const at::Tensor& factors = {}) {
+  const std::vector<at::Tensor> values = in.weights(layer), biases = in.biases(layer);
+  const auto weights = weights_at(in.first_weight(layer), values.size());
+  if (any_wanted(weights)) {
+    auto made = deliver(dy, x(), kept.groups, weights, likes_of(values), kept.store);
+    std::move(made.begin(), made.end(), gradients.begin() + static_cast<std::ptrdiff_t>(in.first_weight(layer)));
+  }
+  std::vector<bool> wanted;
+  for (size_t i = 0; i < biases.size(); ++i) wanted.push_back(context->needs_input_grad(in.first_bias(layer) + i));
+  if (std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return;
+  const at::Tensor rows = factors.defined() ? (dy * factors.unsqueeze(-1)).to(dy.scalar_type()) : dy;
+  auto made = bias_gradients(rows, biases, wanted, *kept.groups);
+  std::move(made.begin(), made.end(), gradients.begin() + static_cast<std::ptrdiff_t>(in.first_bias(layer)));
+}
+
 struct GroupedLinearNode : torch::autograd::Function<GroupedLinearNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights,
-                            const KeptPtr& kept) {
+  static at::Tensor forward(AutogradContext* context, at::TensorList inputs, const KeptPtr& kept) {
     keep(context, kept);
-    variable_list saved = {x};
-    saved.insert(saved.end(), weights.begin(), weights.end());
-    context->save_for_backward(saved);
-    return grouped_product(x.contiguous(), weights.vec(), *kept->groups, Side::forward);
+    context->save_for_backward(inputs.vec());
+    const Inputs in(inputs.vec(), *kept);
+    const at::Tensor y = grouped_product(in.x().contiguous(), in.weights(0), *kept->groups, Side::forward);
+    add_bias(y, in.biases(0), *kept->groups);
+    return y;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& outputs) {
     const KeptPtr kept = kept_by(context);
     const variable_list saved = context->get_saved_variables();
     if (at::GradMode::is_enabled()) {
-      const auto function = [&](const variable_list& in) {
-        return plain_grouped_product(in[0], {in.begin() + 1, in.end()}, *kept->groups);
+      const auto function = [&](const variable_list& aliases) {
+        const Inputs in(aliases, *kept);
+        return plain_grouped_product(in.x(), in.weights(0), in.biases(0), *kept->groups);
       };
       return with_extra(differentiable(function, saved, outputs[0]), 1);
     }
-    const std::vector<at::Tensor> values(saved.begin() + 1, saved.end());
+    const Inputs in(saved, *kept);
     const at::Tensor dy = outputs[0].contiguous();
     variable_list gradients(saved.size());
-    if (context->needs_input_grad(0)) gradients[0] = grouped_product(dy, values, *kept->groups, Side::backward);
-    const auto weights = weights_at(1, values.size());
-    if (any_wanted(weights)) {
-      auto made = deliver(dy, saved[0].contiguous(), kept->groups, weights, likes_of(values), kept->store);
-      std::move(made.begin(), made.end(), gradients.begin() + 1);
-    }
+    if (context->needs_input_grad(0)) gradients[0] = grouped_product(dy, in.weights(0), *kept->groups, Side::backward);
+    layer_gradients(gradients, context, in, 0, *kept, dy, [&] { return in.x().contiguous(); });
     return with_extra(std::move(gradients), 1);
   }
 };
@@ -151,53 +191,82 @@ at::Tensor activation_gradient(const at::Tensor& da, const at::Tensor& h, Activa
   return dh;
 }
 
+// `values` times the factor of its row, in its own dtype.
+at::Tensor scaled(const at::Tensor& values, const at::Tensor& factors) {
+  return factors.defined() ? (values * factors.unsqueeze(-1)).to(values.scalar_type()) : values;
+}
+
+constexpr size_t up = 0, down = 1;  // the layers of an mlp
+
 struct GroupedMLPNode : torch::autograd::Function<GroupedMLPNode> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList weights,
-                            const KeptPtr& kept) {
+  static at::Tensor forward(AutogradContext* context, at::TensorList inputs, const KeptPtr& kept) {
     keep(context, kept);
-    const std::vector<at::Tensor> up(weights.begin(), weights.begin() + kept->ups);
-    const std::vector<at::Tensor> down(weights.begin() + kept->ups, weights.end());
-    const at::Tensor h = grouped_product(x.contiguous(), up, *kept->groups, Side::forward);
-    variable_list saved = {x};
-    saved.insert(saved.end(), weights.begin(), weights.end());
+    const Inputs in(inputs.vec(), *kept);
+    const at::Tensor h = grouped_product(in.x().contiguous(), in.weights(up), *kept->groups, Side::forward);
+    add_bias(h, in.biases(up), *kept->groups);
+    variable_list saved = inputs.vec();
     saved.push_back(h);
     context->save_for_backward(saved);
-    return grouped_product(activate(h, kept->activation), down, *kept->groups, Side::forward);
+    const at::Tensor p = in.probabilities();
+    const at::Tensor a = scaled(activate(h, kept->activation), p);
+    const at::Tensor y = grouped_product(a, in.weights(down), *kept->groups, Side::forward);
+    add_bias(y, in.biases(down), *kept->groups, p);
+    return y;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& outputs) {
     const KeptPtr kept = kept_by(context);
+    const Groups& groups = *kept->groups;
     variable_list saved = context->get_saved_variables();
     const at::Tensor h = saved.back();
     saved.pop_back();
-    const auto split = static_cast<std::ptrdiff_t>(1 + kept->ups);
     if (at::GradMode::is_enabled()) {
-      const auto function = [&](const variable_list& in) {
-        const at::Tensor inner = plain_grouped_product(in[0], {in.begin() + 1, in.begin() + split}, *kept->groups);
-        return plain_grouped_product(activate(inner, kept->activation), {in.begin() + split, in.end()}, *kept->groups);
+      const auto function = [&](const variable_list& aliases) {
+        const Inputs in(aliases, *kept);
+        const at::Tensor p = in.probabilities();
+        const at::Tensor inner = plain_grouped_product(in.x(), in.weights(up), in.biases(up), groups);
+        return plain_grouped_product(scaled(activate(inner, kept->activation), p), in.weights(down), in.biases(down),
+                                     groups, p);
       };
       return with_extra(differentiable(function, saved, outputs[0]), 1);
     }
-    const std::vector<at::Tensor> up(saved.begin() + 1, saved.begin() + split),
-        down(saved.begin() + split, saved.end());
-    const auto up_weights = weights_at(1, up.size()), down_weights = weights_at(1 + up.size(), down.size());
-    const bool input = context->needs_input_grad(0);
+    const Inputs in(saved, *kept);
+    const at::Tensor p = in.probabilities();
     const at::Tensor dy = outputs[0].contiguous();
     variable_list gradients(saved.size());
-    if (input || any_wanted(up_weights)) {
-      const at::Tensor da = grouped_product(dy, down, *kept->groups, Side::backward);
-      const at::Tensor dh = activation_gradient(da, h, kept->activation);
-      if (input) gradients[0] = grouped_product(dh, up, *kept->groups, Side::backward);
-      if (any_wanted(up_weights)) {
-        auto made = deliver(dh, saved[0].contiguous(), kept->groups, up_weights, likes_of(up), kept->store);
-        std::move(made.begin(), made.end(), gradients.begin() + 1);
+    const auto wants = [&](size_t first, size_t count) {
+      for (size_t i = first; i < first + count; ++i) {
+        if (context->needs_input_grad(i)) return true;
+      }
+      return false;
+    };
+    const bool scales = p.defined() && wants(in.at_probabilities(), 1);
+    const bool inner =
+        wants(0, 1) || wants(in.first_weight(up), kept->weights) || wants(in.first_bias(up), kept->biases);
+    if (inner || scales) {
+      const at::Tensor da = grouped_product(dy, in.weights(down), groups, Side::backward);
+      if (scales) gradients.back() = factor_gradient(da, dy, h, in, *kept);
+      if (inner) {
+        const at::Tensor dh = activation_gradient(scaled(da, p), h, kept->activation);
+        if (wants(0, 1)) gradients[0] = grouped_product(dh, in.weights(up), groups, Side::backward);
+        layer_gradients(gradients, context, in, up, *kept, dh, [&] { return in.x().contiguous(); });
       }
     }
-    if (any_wanted(down_weights)) {
-      auto made = deliver(dy, activate(h, kept->activation), kept->groups, down_weights, likes_of(down), kept->store);
-      std::move(made.begin(), made.end(), gradients.begin() + split);
-    }
+    layer_gradients(
+        gradients, context, in, down, *kept, dy, [&] { return scaled(activate(h, kept->activation), p); }, p);
     return with_extra(std::move(gradients), 1);
+  }
+
+ private:
+  // A row's factor has scaled its activation, and its bias.
+  static at::Tensor factor_gradient(const at::Tensor& da, const at::Tensor& dy, const at::Tensor& h, const Inputs& in,
+                                    const Kept& kept) {
+    const auto dtype = in.probabilities().scalar_type();
+    at::Tensor gradient = (da * activate(h, kept.activation)).sum(-1, /*keepdim=*/false, dtype);
+    if (kept.biases == 0) return gradient;
+    const at::Tensor biases = at::zeros_like(dy);
+    add_bias(biases, in.biases(down), *kept.groups);
+    return gradient.add_((dy * biases).sum(-1, /*keepdim=*/false, dtype));
   }
 };
 
@@ -210,24 +279,43 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return LinearNode::apply(x, weight, bias, kept);
 }
 
-at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
-                          std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
-  auto kept = c10::make_intrusive<Kept>();
-  kept->store = std::move(store);
-  kept->groups = std::move(groups);
-  return GroupedLinearNode::apply(x, at::TensorList(weights), kept);
+namespace {
+
+void append(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& more) {
+  to.insert(to.end(), more.begin(), more.end());
 }
 
-at::Tensor grouped_mlp(const at::Tensor& x, const std::vector<at::Tensor>& up, const std::vector<at::Tensor>& down,
-                       Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
+KeptPtr kept_for(const Layer& layer, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
   auto kept = c10::make_intrusive<Kept>();
   kept->store = std::move(store);
   kept->groups = std::move(groups);
+  kept->weights = layer.weights.size();
+  kept->biases = layer.biases.size();
+  return kept;
+}
+
+}  // namespace
+
+at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, std::shared_ptr<const Groups> groups,
+                          std::shared_ptr<WgradStore> store) {
+  std::vector<at::Tensor> inputs = {x};
+  append(inputs, layer.weights);
+  append(inputs, layer.biases);
+  return GroupedLinearNode::apply(at::TensorList(inputs), kept_for(layer, std::move(groups), std::move(store)));
+}
+
+at::Tensor grouped_mlp(const at::Tensor& x, const Layer& up, const Layer& down, const at::Tensor& probabilities,
+                       Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
+  auto kept = kept_for(up, std::move(groups), std::move(store));
   kept->activation = activation;
-  kept->ups = up.size();
-  std::vector<at::Tensor> weights = up;
-  weights.insert(weights.end(), down.begin(), down.end());
-  return GroupedMLPNode::apply(x, at::TensorList(weights), kept);
+  kept->layers = 2;
+  std::vector<at::Tensor> inputs = {x};
+  append(inputs, up.weights);
+  append(inputs, down.weights);
+  append(inputs, up.biases);
+  append(inputs, down.biases);
+  if (probabilities.defined()) inputs.push_back(probabilities);
+  return GroupedMLPNode::apply(at::TensorList(inputs), kept);
 }
 
 }  // namespace plumb::nn

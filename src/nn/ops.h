@@ -16,11 +16,17 @@ namespace plumb::nn {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   std::shared_ptr<WgradStore> store);
 
-// `weights`: one [experts, out, in], or one [out, in] per expert.
-at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
-                          std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store);
+// One layer of all experts. `weights`: one [experts, out, in], or one [out, in] per expert. `biases`: none, one
+// [experts, out], or one [out] per expert.
+struct Layer {
+  std::vector<at::Tensor> weights, biases;
+};
 
-at::Tensor grouped_mlp(const at::Tensor& x, const std::vector<at::Tensor>& up, const std::vector<at::Tensor>& down,
+at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, std::shared_ptr<const Groups> groups,
+                          std::shared_ptr<WgradStore> store);
+
+// `probabilities`: undefined, or [rows], a factor of each row's result.
+at::Tensor grouped_mlp(const at::Tensor& x, const Layer& up, const Layer& down, const at::Tensor& probabilities,
                        Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store);
 
 }  // namespace plumb::nn

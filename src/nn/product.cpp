@@ -11,6 +11,12 @@ at::Tensor of_expert(const std::vector<at::Tensor>& weights, int64_t e) {
   return is_grouped(weights) ? weights[0].select(0, e) : weights[e];
 }
 
+bool is_one(const std::vector<at::Tensor>& biases) { return biases.size() == 1 && biases[0].dim() == 2; }
+
+at::Tensor bias_of(const std::vector<at::Tensor>& biases, int64_t e) {
+  return is_one(biases) ? biases[0].select(0, e) : biases[e];
+}
+
 }  // namespace
 
 at::Tensor one_over(const std::vector<at::Tensor>& tensors) {
@@ -56,12 +62,52 @@ at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& w
   return y;
 }
 
-at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups) {
+void add_bias(const at::Tensor& y, const std::vector<at::Tensor>& biases, const Groups& groups,
+              const at::Tensor& factors) {
+  if (biases.empty()) return;
+  int64_t begin = 0;
+  for (int64_t e = 0; e < groups.experts(); ++e) {
+    const int64_t rows = groups.sizes()[e];
+    at::Tensor bias = bias_of(biases, e);
+    if (factors.defined()) bias = factors.narrow(0, begin, rows).unsqueeze(-1) * bias;
+    y.narrow(0, begin, rows).add_(bias);
+    begin += rows;
+  }
+}
+
+std::vector<at::Tensor> bias_gradients(const at::Tensor& dy, const std::vector<at::Tensor>& biases,
+                                       const std::vector<bool>& wanted, const Groups& groups) {
+  std::vector<at::Tensor> gradients(biases.size());
+  for (size_t i = 0; i < biases.size(); ++i) {
+    if (wanted[i]) gradients[i] = at::empty(biases[i].sizes(), dy.options());
+  }
+  const bool one = is_one(biases);
+  int64_t begin = 0;
+  for (int64_t e = 0; e < groups.experts(); ++e) {
+    const int64_t rows = groups.sizes()[e];
+    if (wanted[one ? 0 : e]) {
+      at::Tensor place = bias_of(gradients, e);
+      at::sum_out(place, dy.narrow(0, begin, rows), 0);
+    }
+    begin += rows;
+  }
+  return gradients;
+}
+
+at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                 const std::vector<at::Tensor>& biases, const Groups& groups,
+                                 const at::Tensor& factors) {
   std::vector<at::Tensor> parts;
   int64_t begin = 0;
   for (int64_t e = 0; e < groups.experts(); ++e) {
     const int64_t rows = groups.sizes()[e];
-    parts.push_back(x.narrow(0, begin, rows).mm(of_expert(weights, e).t()));
+    at::Tensor part = x.narrow(0, begin, rows).mm(of_expert(weights, e).t());
+    if (!biases.empty()) {
+      at::Tensor bias = bias_of(biases, e);
+      if (factors.defined()) bias = factors.narrow(0, begin, rows).unsqueeze(-1) * bias;
+      part = (part + bias).to(part.scalar_type());
+    }
+    parts.push_back(part);
     begin += rows;
   }
   return at::cat(parts);

@@ -18,7 +18,19 @@ enum class Side { forward, backward };  // x Wᵀ, or dy W
 at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
                            Side side);
 
-// x Wᵀ out of plain operations, which autograd can differentiate as often as it likes. Waits for the counts.
-at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups);
+// Adds to every row of y its expert's bias, times the row's factor where there are some ([rows]). Waits for the counts, as
+// all below. `biases`: none, one [experts, out], or one [out] per expert.
+void add_bias(const at::Tensor& y, const std::vector<at::Tensor>& biases, const Groups& groups,
+              const at::Tensor& factors = {});
+
+// The gradients of the biases that are `wanted`: of each expert, the sum of its rows of dy.
+std::vector<at::Tensor> bias_gradients(const at::Tensor& dy, const std::vector<at::Tensor>& biases,
+                                       const std::vector<bool>& wanted, const Groups& groups);
+
+// (x Wᵀ + b) · factors out of plain operations, which autograd can differentiate as often as it likes; x has its factors
+// already.
+at::Tensor plain_grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                 const std::vector<at::Tensor>& biases, const Groups& groups,
+                                 const at::Tensor& factors = {});
 
 }  // namespace plumb::nn

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lane/lane.h"
 #include "nn/grouped_wgrad.h"
 #include "plumb/error.h"
 
@@ -134,9 +135,15 @@ void write_wgrad(const std::vector<GradTarget>& targets, const at::Tensor& dy, c
   }
 }
 
+void WgradJob::put_off() {
+  made_on_.add(dy_.device());
+  for (Slot& slot : slots_) slot.weight.accumulator = nullptr;  // the graph's
+}
+
 std::vector<at::Tensor> WgradJob::run(When when) {
   at::NoGradGuard no_grad;
   if (groups_) raise_complaint();
+  if (when == When::delayed) made_on_.join(dy_.device());
   std::vector<GradTarget> targets(slots_.size());
   std::vector<at::Tensor> made(slots_.size());
   bool any = false;
@@ -156,6 +163,11 @@ std::vector<at::Tensor> WgradJob::run(When when) {
   }
   if (!any) return made;
   write_wgrad(targets, dy_, x_, groups_.get());
+  if (when == When::delayed) {
+    // Perhaps under another stream than the backward's, and then they are let go.
+    keep_for_current(dy_);
+    keep_for_current(x_);
+  }
   for (const Slot& slot : slots_) {
     if (slot.weight.wanted && slot.delivery.when == when && slot.delivery.into_buffer) slot.weight.sink->wrote();
   }
@@ -179,12 +191,13 @@ void WgradStore::flush() {
           slot.weight.sink->made_up();
         }
         if (!made[i].defined()) continue;
+        at::NoGradGuard no_grad;
         at::Tensor& grad = slot.weight.leaf.mutable_grad();
+        const at::Tensor ruled = made[i].to(slot.weight.leaf.grad_dtype().value_or(made[i].scalar_type()));
         if (grad.defined()) {
-          at::NoGradGuard no_grad;
-          grad.add_(made[i]);
+          grad.add_(ruled);
         } else {
-          grad = made[i];
+          grad = ruled;
         }
       }
     }
@@ -215,10 +228,18 @@ std::vector<at::Tensor> deliver(at::Tensor dy, at::Tensor x, std::shared_ptr<con
   for (size_t i = 0; i < weights.size(); ++i) {
     const WgradJob::Slot& slot = job.slots()[i];
     if (!slot.weight.wanted) continue;
-    if (slot.delivery.returned == Returned::stand_in) returned[i] = stand_in(slot.like);
     if (slot.delivery.when == When::delayed && slot.weight.sink) slot.weight.sink->put_off();
+    if (slot.delivery.returned == Returned::stand_in) {
+      returned[i] = stand_in(slot.weight, slot.like);
+      slot.weight.sink->stood_in();
+    }
+    // What autograd is handed orders it; a second contribution comes without a stand-in of its own.
+    if (!returned[i].defined()) order_accumulator(slot.weight);
   }
-  if (delayed) store->put(std::move(job));
+  if (delayed) {
+    job.put_off();
+    store->put(std::move(job));
+  }
   return returned;
 }
 

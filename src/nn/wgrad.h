@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "lane/lane.h"
 #include "nn/delivery.h"
 #include "nn/groups.h"
 
@@ -32,6 +33,9 @@ class WgradJob {
 
   const std::vector<Slot>& slots() const { return slots_; }
 
+  // What it is computed from is there once the current stream has run what it was given.
+  void put_off();
+
   // Computes and writes the gradients whose time is `when`. Every buffer is checked before any is written. The result
   // has a tensor for each slot whose gradient went into no buffer.
   std::vector<at::Tensor> run(When when);
@@ -40,6 +44,7 @@ class WgradJob {
   at::Tensor dy_, x_;
   std::shared_ptr<const Groups> groups_;
   std::vector<Slot> slots_;
+  LaneSet made_on_;
 };
 
 // Weight gradients that were put off. Keeps inputs and output gradients alive until flush().

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "optim/exact.h"
 #include "optim/runs.h"
@@ -12,12 +13,33 @@ namespace {
 
 bool any_two(const Sink&, const Sink&) { return true; }
 
+// The kept part of a bucket, with what the user put into .grad instead.
+at::Tensor shown(const Bucket& bucket, bool sharded) {
+  const auto aside = [](const Sink* sink) { return sink->grad().defined() && !sink->grad_in_bucket(); };
+  if (std::ranges::none_of(bucket.sinks, aside)) return bucket.gradient;
+  const auto options = at::TensorOptions().dtype(bucket.dtype).device(bucket.device());
+  const at::Tensor flat =
+      bucket.gradient.defined() ? bucket.gradient.clone() : at::zeros({bucket.kept.size()}, options);
+  for (const Sink* sink : bucket.sinks) {
+    if (!aside(sink)) continue;
+    const at::Tensor own = sink->grad().is_sparse() ? sink->grad().to_dense() : sink->grad().detach();
+    if (sharded) {
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
+      const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
+      flat.narrow(0, begin, mine.size()).copy_(own.reshape(-1));
+    } else {
+      view_in(flat, sink->slot.offset, sink->parameter).copy_(own);
+    }
+  }
+  return flat;
+}
+
 // The squares of kAlignment neighbours are summed in their order, which no bucket and no shard breaks; those sums exactly.
 void add_squares(const at::Tensor& gradient, ExactSum& sum) {
   constexpr int64_t chunk = kAlignment << 16;
   for (int64_t begin = 0; begin < gradient.numel(); begin += chunk) {
     const int64_t count = std::min(chunk, gradient.numel() - begin);
-    const at::Tensor squares = gradient.narrow(0, begin, count).to(at::kDouble).square_().view({-1, kAlignment});
+    const at::Tensor squares = gradient.narrow(0, begin, count).to(at::kDouble).square().view({-1, kAlignment});
     at::Tensor sums = squares.select(1, 0).clone();
     for (int64_t i = 1; i < kAlignment; ++i) sums.add_(squares.select(1, i));
     sums = sums.cpu();
@@ -42,14 +64,16 @@ void add_norms(const at::Tensor& gradient, std::vector<at::Tensor>& norms) {
   norms.push_back(at::linalg_vector_norm(tail, 2, std::nullopt, false, wide).to(at::kDouble));
 }
 
-at::Tensor exact_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where) {
+using Values = std::function<at::Tensor(const Bucket&)>;
+
+at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard,
+                      const Where& where) {
   ExactSum sum;
   at::TensorOptions options = at::kFloat;
   for (const Bucket& bucket : buckets) {
-    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
-      options = options.device(bucket.gradient.device());
-      add_squares(part(bucket.gradient, bucket.kept, run), sum);
-    }
+    options = options.device(bucket.device());
+    const at::Tensor gradient = values(bucket);
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) add_squares(part(gradient, bucket.kept, run), sum);
   }
   sum.carry();
   if (sharded) {
@@ -63,19 +87,16 @@ at::Tensor exact_norm(const std::deque<Bucket>& buckets, bool sharded, Group& sh
   return at::full({}, std::sqrt(sum.value()), options);
 }
 
-}  // namespace
-
-at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order,
-                         const Where& where) {
+at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard, NormOrder order,
+                   const Where& where) {
   at::NoGradGuard no_grad;
-  if (order == NormOrder::exact) return exact_norm(buckets, sharded, shard, where);
+  if (order == NormOrder::exact) return exact_norm(buckets, values, sharded, shard, where);
   std::vector<at::Tensor> norms;
   at::TensorOptions options = at::kFloat;
   for (const Bucket& bucket : buckets) {
-    options = options.device(bucket.sinks[0]->parameter.device());
-    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
-      add_norms(part(bucket.gradient, bucket.kept, run), norms);
-    }
+    options = options.device(bucket.device());
+    const at::Tensor gradient = values(bucket);
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) add_norms(part(gradient, bucket.kept, run), norms);
   }
   at::Tensor norm =
       norms.empty() ? at::zeros({}, options.dtype(at::kDouble)) : at::linalg_vector_norm(at::stack(norms));
@@ -86,6 +107,32 @@ at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group&
   }
   const bool wide = std::any_of(buckets.begin(), buckets.end(), [](const Bucket& b) { return b.dtype == at::kDouble; });
   return wide ? norm : norm.to(at::kFloat);
+}
+
+}  // namespace
+
+at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order,
+                         const Where& where) {
+  return norm_of(buckets, [](const Bucket& bucket) { return bucket.gradient; }, sharded, shard, order, where);
+}
+
+at::Tensor shown_norm(std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order, const Where& where) {
+  std::deque<Alone> alone;
+  for (Bucket& bucket : buckets) alone.emplace_back(bucket.lanes, bucket.device());
+  return norm_of(buckets, [&](const Bucket& bucket) { return shown(bucket, sharded); }, sharded, shard, order, where);
+}
+
+const Sink* first_unreduced(const std::deque<Bucket>& buckets, bool sharded) {
+  for (const Bucket& bucket : buckets) {
+    for (const Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined() || sink->grad_in_bucket()) continue;
+      const int64_t piece = overlap(sink->slot, sink->parameter.numel(), bucket.kept).size();
+      const bool fits = sharded ? sink->grad_is_piece() && sink->grad().numel() == piece
+                                : sink->grad().sizes() == sink->parameter.sizes();
+      if (!fits) return sink;
+    }
+  }
+  return nullptr;
 }
 
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit) {

@@ -15,6 +15,12 @@ enum class NormOrder { any, exact };
 at::Tensor gradient_norm(const std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order,
                          const Where& where);
 
+// The same between steps: of what .grad holds now, wherever the user put other values there.
+at::Tensor shown_norm(std::deque<Bucket>& buckets, bool sharded, Group& shard, NormOrder order, const Where& where);
+// A parameter whose .grad is nothing that a norm could count: with sharded gradients, a whole one that waits for its
+// reduction. Null: there is none.
+const Sink* first_unreduced(const std::deque<Bucket>& buckets, bool sharded);
+
 // Scales all gradients so that a norm of `norm` becomes at most `limit`, as torch's clip_grad_norm_ does.
 void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double limit);
 

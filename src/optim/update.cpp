@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "optim/rules.h"
+
 namespace plumb {
 namespace {
 
@@ -25,58 +27,8 @@ bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == a
 }  // namespace
 
 Updater::Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters)
-    : rank_(rank), optimizer_(std::move(optimizer)), groups_(options.groups), master_weights_(options.master_weights) {
-  check(rank, lr() >= 0.0, "the learning rate is " + std::to_string(lr()) + "; it must not be negative");
-  if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
-    check(rank, adam->beta1 >= 0 && adam->beta1 < 1 && adam->beta2 >= 0 && adam->beta2 < 1,
-          "AdamW's betas are " + std::to_string(adam->beta1) + " and " + std::to_string(adam->beta2) +
-              "; each must be in [0, 1)");
-    check(rank, adam->eps >= 0, "AdamW's eps is negative");
-  }
-  if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
-    check(rank, sgd->momentum >= 0, "SGD's momentum is negative");
-    check(rank, !sgd->nesterov || (sgd->momentum > 0 && sgd->dampening == 0),
-          "SGD with nesterov needs a momentum and no dampening");
-  }
-  for (size_t i = 0; i < groups_.size(); ++i) {
-    check(rank, groups_[i].match != nullptr, "parameter group " + std::to_string(i) + " has no `match` function");
-    const bool any = std::any_of(parameters.begin(), parameters.end(),
-                                 [&](const auto& parameter) { return groups_[i].match(parameter.first); });
-    check(rank, any, "parameter group " + std::to_string(i) + " matches no parameter of this model");
-  }
-}
-
-double Updater::lr() const {
-  return std::visit(
-      [](const auto& values) {
-        if constexpr (requires { values.lr; }) return values.lr;
-        return 0.0;
-      },
-      optimizer_);
-}
-
-void Updater::set_lr(double lr) {
-  std::visit(
-      [lr](auto& values) {
-        if constexpr (requires { values.lr; }) values.lr = lr;
-      },
-      optimizer_);
-}
-
-Updater::Values Updater::values_of(const Sink& sink) const {
-  Values values = std::visit(
-      [](const auto& own) {
-        if constexpr (requires { own.lr; }) return Values{own.lr, own.weight_decay};
-        return Values{};
-      },
-      optimizer_);
-  const auto group = std::find_if(groups_.begin(), groups_.end(), [&](const auto& g) { return g.match(sink.name); });
-  if (group != groups_.end()) {
-    values.lr = group->lr.value_or(values.lr);
-    values.weight_decay = group->weight_decay.value_or(values.weight_decay);
-  }
-  return values;
-}
+    : rank_(rank), optimizer_(std::move(optimizer)), rates_(rank, optimizer_, options, parameters),
+      master_weights_(options.master_weights) {}
 
 // Moves the bucket's parameters into flat memory, with whatever state they had before in other buckets.
 Updater::Flats& Updater::flats_of(Bucket& bucket) {
@@ -89,23 +41,30 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   check(rank_, !capturing(like.device()),
         "step() is captured into a graph before the memory of its parameters is laid out, beginning with '" +
             bucket.sinks[0]->name + "'; run a step with the same gradients first, on the same stream");
+  check(rank_, !bucket.captured,
+        "a backward was captured into a graph before the memory of its parameters was laid out, beginning with '" +
+            bucket.sinks[0]->name +
+            "': replays would go on with the old values; run a step with the same gradients "
+            "before the capture");
   const int64_t length = bucket.updated.size();
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
   const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
   // What lies elsewhere now is read here, and then freed.
-  for (const at::Tensor& old : {flats.parameter, flats.weight, flats.first, flats.second, flats.counts})
+  for (const at::Tensor& old :
+       {flats.parameter, flats.weight, flats.momentum, flats.mean, flats.square, flats.counts}) {
     keep_for_current(old);
+  }
   flats.master = master_weights_ && is_half(like.scalar_type());
   if (!bucket.parameter.defined()) bucket.parameter = at::zeros({bucket.held.size()}, options);
   flats.parameter = bucket.parameter;
   flats.weight = flats.master ? at::zeros({length}, state_options)
                               : flats.parameter.narrow(0, bucket.updated.begin - bucket.held.begin, length);
-  const bool adam = std::holds_alternative<AdamW>(optimizer_);
-  const auto* sgd = std::get_if<SGD>(&optimizer_);
-  if (adam || (sgd != nullptr && sgd->momentum != 0)) flats.first = at::zeros({length}, state_options);
-  if (adam) flats.second = at::zeros({length}, state_options);
+  const Moments moments = moments_of(optimizer_);
+  if (moments.momentum) flats.momentum = at::zeros({length}, state_options);
+  if (moments.mean) flats.mean = at::zeros({length}, state_options);
+  if (moments.square) flats.square = at::zeros({length}, state_options);
   const auto members = static_cast<int64_t>(bucket.sinks.size());
-  if (adam && !like.is_cpu()) flats.counts = at::zeros({members}, options.dtype(at::kFloat));
+  if (counts_updates(optimizer_) && !like.is_cpu()) flats.counts = at::zeros({members}, options.dtype(at::kFloat));
 
   for (int64_t i = 0; i < members; ++i) {
     Sink* sink = bucket.sinks[i];
@@ -113,16 +72,18 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     State& state = states_[sink->index];
     const State old = state;
     state.weight = place(flats.weight, bucket.updated, *sink);
-    state.first = place(flats.first, bucket.updated, *sink);
-    state.second = place(flats.second, bucket.updated, *sink);
+    state.momentum = place(flats.momentum, bucket.updated, *sink);
+    state.mean = place(flats.mean, bucket.updated, *sink);
+    state.square = place(flats.square, bucket.updated, *sink);
     if (flats.counts.defined()) state.count = flats.counts.select(0, i);
 
     const bool whole = bucket.held.size() == bucket.numel;
     state.home = whole ? view_in(flats.parameter, sink->slot.offset, sink->parameter) : at::Tensor();
     state.version = ~sink->parameter._version();  // look at it now
     if (old.weight.defined()) state.weight.copy_(old.weight);
-    if (old.first.defined()) state.first.copy_(old.first);
-    if (old.second.defined()) state.second.copy_(old.second);
+    if (old.momentum.defined()) state.momentum.copy_(old.momentum);
+    if (old.mean.defined()) state.mean.copy_(old.mean);
+    if (old.square.defined()) state.square.copy_(old.square);
     if (old.count.defined()) state.count.copy_(old.count);
     follow_user(bucket, *sink, flats);
   }
@@ -161,6 +122,16 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
   state.version = parameter._version();
 }
 
+void Updater::prepare(std::deque<Bucket>& buckets) {
+  if (std::holds_alternative<NoOptimizer>(optimizer_)) return;
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    if (!bucket.has_gradient()) continue;
+    const Flats& flats = flats_of(bucket);
+    for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
+  }
+}
+
 void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Ledger& ledger, Fault fault,
                    const Where& where) {
   at::NoGradGuard no_grad;
@@ -171,37 +142,83 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
   if (captured) ++captures_;
   for (Bucket& bucket : buckets) {
     if (updates && bucket.has_gradient()) {
-      Flats& flats = flats_of(bucket);
-      for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
+      const Flats& flats = flats_of(bucket);
       count(bucket, flats);
       const auto alike = [&](const Sink& a, const Sink& b) {
         const State& one = states_[a.index];
         const State& other = states_[b.index];
         return one.steps == other.steps && one.graphs == other.graphs &&
-               (groups_.empty() || values_of(a) == values_of(b));
+               (!rates_.grouped() || rates_.of(a.name) == rates_.of(b.name));
       };
-      for (const Run& run : runs_of(bucket, bucket.updated, alike)) update(bucket, flats, run, factor);
-      if (bucket.updated.size() < bucket.held.size()) {
-        const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
-        gathers.push_back(shard.all_gather(bucket.parameter, mine));
-        // A backend may hold a copy of each that is under way. On a device, waiting would hold up the next update.
-        if (bucket.device().is_cpu() && gathers.size() > kGathers) {
-          gathers.front().wait(where);
-          gathers.pop_front();
-        }
-      }
+      for (const Run& run : runs_of(bucket, bucket.updated, alike)) update_run(bucket, flats, run, factor);
+      spread(bucket, shard, gathers, where);
     }
     for (Sink* sink : bucket.sinks) {
       if (!sink->grad().defined()) continue;
       if (fault != Fault::consume_never) ledger.consumed(sink->index);
       if (fault == Fault::consume_twice) ledger.consumed(sink->index);
       if (!updates) continue;
-      State& state = states_[sink->index];
-      ++state.steps;
-      if (captured) state.graphs = state.graphs * 1'000'003 + captures_;
-      // The kernel wrote through the flat tensor; graphs that saved this parameter must learn that it changed.
-      sink->parameter.unsafeGetTensorImpl()->bump_version();
-      state.version = sink->parameter._version();
+      if (captured) states_[sink->index].graphs = states_[sink->index].graphs * 1'000'003 + captures_;
+      updated(*sink);
+    }
+  }
+  for (Pending& gather : gathers) gather.wait(where);
+}
+
+// Whole parameters get the parts that other ranks updated.
+void Updater::spread(const Bucket& bucket, Group& shard, std::deque<Pending>& gathers, const Where& where) {
+  if (bucket.updated.size() == bucket.held.size()) return;
+  const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
+  gathers.push_back(shard.all_gather(bucket.parameter, mine));
+  // A backend may hold a copy of each that is under way. On a device, waiting would hold up the next update.
+  if (bucket.device().is_cpu() && gathers.size() > kGathers) {
+    gathers.front().wait(where);
+    gathers.pop_front();
+  }
+}
+
+void Updater::updated(Sink& sink) {
+  State& state = states_[sink.index];
+  ++state.steps;
+  // It was written through the flat tensor; graphs that saved this parameter must learn that it changed.
+  sink.parameter.unsafeGetTensorImpl()->bump_version();
+  state.version = sink.parameter._version();
+}
+
+std::vector<Piece> Updater::lend(std::deque<Bucket>& buckets) {
+  at::NoGradGuard no_grad;
+  std::vector<Piece> pieces;
+  for (Bucket& bucket : buckets) {
+    if (!bucket.has_gradient()) continue;
+    flats_of(bucket);
+    for (const Sink* sink : bucket.sinks) {
+      const at::Tensor& weight = states_[sink->index].weight;
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.updated);
+      at::Tensor gradient;
+      if (sink->grad().defined()) {
+        const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
+        gradient = bucket.gradient.narrow(0, begin, mine.size()).to(weight.scalar_type());
+      }
+      pieces.push_back({sink->parameter, mine.begin - sink->slot.offset, weight, gradient});
+    }
+  }
+  return pieces;
+}
+
+void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where) {
+  at::NoGradGuard no_grad;
+  std::deque<Pending> gathers;
+  for (Bucket& bucket : buckets) {
+    if (!bucket.has_gradient()) continue;
+    const Flats& flats = flats_of(bucket);
+    if (flats.master) {
+      bucket.parameter.narrow(0, bucket.updated.begin - bucket.held.begin, bucket.updated.size()).copy_(flats.weight);
+    }
+    spread(bucket, shard, gathers, where);
+    for (Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined()) continue;
+      ledger.consumed(sink->index);
+      updated(*sink);
     }
   }
   for (Pending& gather : gathers) gather.wait(where);
@@ -218,32 +235,33 @@ void Updater::count(const Bucket& bucket, const Flats& flats) {
   }
 }
 
-void Updater::update(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
-  const Values values = values_of(*run.first);
-  const int64_t steps = states_[run.first->index].steps;
+void Updater::update_run(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
+  const Rates::Values values = rates_.of(run.first->name);
+  const State& state = states_[run.first->index];
   // Half precision is updated in f32: libtorch's fused SGD for bf16 on the CPU is wrong by percents (seen in 2.13).
   const at::Tensor stored = part(flats.weight, bucket.updated, run);
-  const at::Tensor weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
-  const at::Tensor gradient = part(bucket.gradient, bucket.kept, run).to(weight.scalar_type());
-  const double lr = values.lr * factor;
-  if (const auto* adam = std::get_if<AdamW>(&optimizer_)) {
-    const at::Tensor& known = states_[run.first->index].count;
-    const at::Tensor count = known.defined() ? known : at::full({}, steps + 1, weight.options().dtype(at::kFloat));
-    at::_fused_adamw_({weight}, {gradient}, {part(flats.first, bucket.updated, run)},
-                      {part(flats.second, bucket.updated, run)}, {}, {count}, lr, adam->beta1, adam->beta2,
-                      values.weight_decay, adam->eps, /*amsgrad=*/false, /*maximize=*/false);
-  } else if (const auto* sgd = std::get_if<SGD>(&optimizer_)) {
-    if (steps == 0 && sgd->momentum != 0 && capturing(weight.device())) {
-      throw Error(rank_, "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
-                             "', which begins its momentum; run a step with it first");
-    }
-    std::vector<at::Tensor> momentum;
-    if (flats.first.defined()) momentum.push_back(part(flats.first, bucket.updated, run));
-    at::_fused_sgd_({weight}, {gradient}, momentum, values.weight_decay, sgd->momentum, lr, sgd->dampening,
-                    sgd->nesterov, /*maximize=*/false, /*is_first_step=*/steps == 0);
+  const auto mine = [&](const at::Tensor& flat) { return flat.defined() ? part(flat, bucket.updated, run) : flat; };
+  Operands operands;
+  operands.weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
+  operands.gradient = part(bucket.gradient, bucket.kept, run).to(operands.weight.scalar_type());
+  operands.momentum = mine(flats.momentum);
+  operands.mean = mine(flats.mean);
+  operands.square = mine(flats.square);
+  operands.first = state.steps == 0;
+  operands.lr = values.lr * factor;
+  operands.weight_decay = values.weight_decay;
+  if (counts_updates(optimizer_)) {
+    operands.count = state.count.defined() ? state.count
+                                           : at::full({}, state.steps + 1, operands.weight.options().dtype(at::kFloat));
   }
+  if (operands.first && std::holds_alternative<SGD>(optimizer_) && operands.momentum.defined() &&
+      capturing(operands.weight.device())) {
+    throw Error(rank_, "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
+                           "', which begins its momentum; run a step with it first");
+  }
+  update(optimizer_, operands);
   const at::Tensor parameter = part(flats.parameter, bucket.held, run);
-  if (!parameter.is_alias_of(weight)) parameter.copy_(weight);
+  if (!parameter.is_alias_of(operands.weight)) parameter.copy_(operands.weight);
 }
 
 }  // namespace plumb

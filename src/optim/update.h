@@ -8,6 +8,7 @@
 #include "grad/bucket.h"
 #include "grad/faults.h"
 #include "grad/ledger.h"
+#include "optim/rates.h"
 #include "optim/runs.h"
 #include "plumb/engine.h"
 
@@ -18,23 +19,27 @@ class Updater {
   // An Error if a group names no parameter, or the values make no sense.
   Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters);
 
+  Rates& rates() { return rates_; }
+
+  // Everything that may refuse a step, before it changes anything: lays out memory, and follows what the user did to
+  // parameters since the last one.
+  void prepare(std::deque<Bucket>& buckets);
+
   // One update of every parameter that has a gradient; the learning rates are multiplied by `factor`. Where the state is
-  // sharded, each rank updates its part of every bucket, and whole parameters get the others' parts over `shard`.
+  // sharded, each rank updates its part of every bucket, and whole parameters get the others' parts over `shard`. After
+  // prepare().
   void step(std::deque<Bucket>& buckets, Group& shard, double factor, Ledger& ledger, Fault fault, const Where& where);
 
-  double lr() const;
-  void set_lr(double lr);
+  // The same by the user: what he updates, and what follows his update. After prepare().
+  bool is_users() const { return std::holds_alternative<UserOptimizer>(optimizer_); }
+  std::vector<Piece> lend(std::deque<Bucket>& buckets);
+  void take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where);
 
  private:
-  struct Values {
-    double lr = 0.0;
-    double weight_decay = 0.0;
-    bool operator==(const Values&) const = default;
-  };
   // The optimizer's memory of one parameter: its parts of the flat tensors, and how often it was updated.
   struct State {
     at::Tensor home;  // where a whole parameter lies, in its shape
-    at::Tensor weight, first, second;
+    at::Tensor weight, momentum, mean, square;
     int64_t steps = 0;
     at::Tensor count;      // the same number on a device, where a captured step counts on
     uint64_t graphs = 0;   // tells the captured steps that count it
@@ -43,21 +48,22 @@ class Updater {
   // The flat tensors of one bucket: `held` of the parameters, `updated` of the rest. `weight` is what the optimizer
   // updates: the parameters, or their f32 masters.
   struct Flats {
-    at::Tensor parameter, weight, first, second;
+    at::Tensor parameter, weight, momentum, mean, square;
     at::Tensor counts;  // of the members
     bool master = false;
   };
 
   Flats& flats_of(Bucket& bucket);
   void follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats);
-  Values values_of(const Sink& sink) const;
+  void spread(const Bucket& bucket, Group& shard, std::deque<Pending>& gathers, const Where& where);
+  void updated(Sink& sink);
   void count(const Bucket& bucket, const Flats& flats);
-  void update(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
+  void update_run(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
 
   int rank_;
   uint64_t captures_ = 0;  // steps that were captured
   Optimizer optimizer_;
-  std::vector<ParameterGroup> groups_;
+  Rates rates_;
   bool master_weights_;
   std::vector<State> states_;  // by sink
   std::vector<Flats> flats_;   // by bucket

@@ -65,6 +65,9 @@ Engine& Actor::build(const std::vector<int>& accumulators) {
   options.strategy = strategy_;
   engine_ = std::make_unique<Engine>(world_, *net_, scenario_.optimizer, options);
   name_gradients();
+  world_.barrier();
+  if (simulated()) waits_ = statistics().device_waits;
+  world_.barrier();
   return *engine_;
 }
 
@@ -79,6 +82,10 @@ at::Tensor Actor::input(int micro) const {
   const auto seed = static_cast<uint64_t>(7919 * micro + 104729 * (rank() + 1));
   const at::Tensor x = at::randn({4, kWidth}, at::detail::createCPUGenerator(seed));
   return x.to(options().dtype()).to(device_);
+}
+
+at::Tensor Actor::raw_gradient(const at::Tensor& parameter, int number) const {
+  return values(parameter.sizes(), 5000 + 61 * number + rank()).to(options().dtype()).to(device_);
 }
 
 at::Tensor Actor::loss(const at::Tensor& x) {

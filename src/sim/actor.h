@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "nn/ops.h"
 #include "plumb/engine.h"
 #include "plumb/sim.h"
 #include "plumb/unit.h"
@@ -20,6 +21,10 @@ namespace plumb::sim {
 struct LayerImpl : torch::nn::Module {
   LayerImpl(int64_t in, int64_t out);
   at::Tensor forward(const at::Tensor& x) { return at::tanh(at::linear(x, weight, bias)); }
+  // By a node that writes the weight's gradient itself, at once or when the store is flushed.
+  at::Tensor fused(const at::Tensor& x, const std::shared_ptr<nn::WgradStore>& store = nullptr) {
+    return at::tanh(nn::linear(x, weight, bias, store));
+  }
   at::Tensor weight, bias;
 };
 TORCH_MODULE(Layer);
@@ -41,6 +46,8 @@ class Actor {
   // where this is called.
   Engine& build(const std::vector<int>& accumulators = {});
   Engine& engine() { return *engine_; }
+  // Times the hosts waited for a device since all of them had their engines.
+  uint64_t device_waits() const { return statistics().device_waits - waits_; }
   // Reports call the gradients' memory by its parameters, wherever it lies by now.
   void name_gradients();
   Net& net() { return *net_; }
@@ -51,6 +58,8 @@ class Actor {
   at::Tensor loss(const at::Tensor& x);
   // The same with the branches under two lanes of their own, which the program orders as any user must.
   at::Tensor branched_loss(const at::Tensor& x, int left, int right);
+  // What a backward of its own would hand over for a parameter, made under the current lane.
+  at::Tensor raw_gradient(const at::Tensor& parameter, int number) const;
 
   // Lane 0 is the one the program begins on.
   template <class Body>
@@ -79,6 +88,7 @@ class Actor {
   std::unique_ptr<Engine> engine_;
   std::vector<c10::Stream> streams_;
   std::vector<at::Tensor> noted_;
+  uint64_t waits_ = 0;  // while the engines were made
 };
 
 }  // namespace plumb::sim

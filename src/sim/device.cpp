@@ -63,12 +63,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const Stream& stream, DeviceIndex /*device*/, c10::EventFlag /*flag*/) const override {
     const auto lock = Machine::lock();
+    ++Machine::get().statistics.events;
     if (!*event) *event = new EventState;
     *static_cast<EventState*>(*event) = Machine::get().record(Machine::get().id_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
     const auto lock = Machine::lock();
+    ++Machine::get().statistics.stream_waits;
     Machine::get().wait(Machine::get().id_of(stream), *static_cast<EventState*>(event));
   }
   bool queryEvent(void* event) const override {

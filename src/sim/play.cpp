@@ -59,7 +59,7 @@ Played play(const Scenario& scenario, const std::string& strategy, uint64_t firs
         const int rank = world.rank();
         Actor actor(scenario, world, strategy, device(rank));
         scenario.program(actor);
-        waits = std::min(waits, statistics().device_waits);  // of the first rank to end: then nobody has read results
+        waits = std::min(waits, actor.device_waits());  // of the first rank to end: then nobody has read results
         found[rank] = actor.results();
       });
       session.finish();

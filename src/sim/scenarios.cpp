@@ -5,6 +5,9 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
+#include <optional>
+
 #include "sim/actor.h"
 
 namespace plumb::sim {
@@ -34,7 +37,8 @@ void churn(Actor& actor) {
   }
 }
 
-// Each branch has a weight and a bias that accumulate under different streams, the second time in place.
+// Each branch has a weight and a bias that accumulate under different streams; after the first backward, in place, where
+// that was called.
 void several_streams(Actor& actor) {
   actor.build({1, 2, 3, 1, 0, 2, 3, 0, 1, 2});
   for (int number = 0; number < 2; ++number) {
@@ -47,7 +51,7 @@ void several_streams(Actor& actor) {
 }
 
 // Three losses in one backward. The second time, the large gradient comes before those of the bucket in front of it, so
-// that another stream than its own begins its reduction.
+// that another stream than its own begins its reduction. The last time it is delivered, under a stream of its own.
 void large_parameter(Actor& actor) {
   actor.build({0, 0, 0, 0, 0, 0, 3, 0, 0, 0});
   Net& net = actor.net();
@@ -62,8 +66,14 @@ void large_parameter(Actor& actor) {
     at::Tensor large;
     if (number == 0) large = net.large->forward(one.expand({4, 9})).square().mean();
     const at::Tensor both = branches();
-    if (number > 0) large = net.large->forward(one.expand({4, 9})).square().mean();
-    (head + large + both).backward();
+    if (number == 1) large = net.large->forward(one.expand({4, 9})).square().mean();
+    const at::Tensor weight = net.large.get()->weight;
+    if (number == 2) {
+      head.register_hook([&](const at::Tensor&) {
+        actor.on(3, [&] { actor.engine().deliver(weight, actor.raw_gradient(weight, number)); });
+      });
+    }
+    (number == 2 ? head + both : head + large + both).backward();
     step(actor);
   }
 }
@@ -224,6 +234,89 @@ void run_again(Actor& actor) {
   }
 }
 
+// One weight whose gradient is written by nodes of three streams and accumulated plainly beside them, in passes that
+// reduce and in passes that hold.
+void fused_weight(Actor& actor) {
+  actor.build({3, 0});
+  Net& net = actor.net();
+  const auto loss = [&](int micro) {
+    const at::Tensor h = net.trunk->forward(actor.input(micro));
+    at::Tensor sum = net.left->forward(h) + net.right->fused(h);
+    for (const int lane : {1, 2, 3}) {
+      actor.wait(lane, 0);
+      const at::Tensor branch = actor.on(lane, [&] {
+        actor.uses(h);
+        return net.left->fused(h * lane);
+      });
+      actor.wait(0, lane);
+      sum = sum + branch;
+      actor.uses(branch);
+    }
+    return net.head->forward(net.large->forward(sum)).square().mean();
+  };
+  for (int number = 0; number < 2; ++number) {
+    {
+      const NoSync held = actor.engine().no_sync();
+      loss(3 * number).backward();
+      churn(actor);
+      actor.wait(2, 0);
+      actor.on(2, [&] { net.left->fused(actor.input(3 * number + 1)).square().mean().backward(); });
+    }
+    loss(3 * number + 2).backward();
+    churn(actor);
+    step(actor);
+    if (number == 0) actor.engine().zero_grad();
+  }
+}
+
+// The same by hand: streams that know nothing of each other deliver to one parameter, between backwards and inside one.
+void delivered_weight(Actor& actor) {
+  actor.build({3, 0});
+  Net& net = actor.net();
+  const at::Tensor weight = net.left.get()->weight;
+  for (const int lane : {1, 2, 3}) actor.wait(lane, 0);
+  const auto deliver = [&](int lane, int number) {
+    actor.on(lane, [&] { actor.engine().deliver(weight, actor.raw_gradient(weight, number)); });
+    churn(actor);
+  };
+  for (int number = 0; number < 2; ++number) {
+    for (const bool holds : {true, false}) {
+      std::optional<NoSync> held;
+      if (holds) held.emplace(actor.engine());
+      for (const int lane : {1, 2, 1}) deliver(lane, 10 * number + lane);
+      actor.engine().end_pass();
+    }
+    const at::Tensor h = net.trunk->forward(actor.input(number));
+    const at::Tensor both = net.left->forward(h) + net.right->forward(h);
+    both.register_hook([&](const at::Tensor&) { deliver(2, 10 * number + 5); });  // before the plain one
+    h.register_hook([&](const at::Tensor&) { deliver(1, 10 * number + 6); });     // most often after it
+    net.head->forward(net.large->forward(both)).square().mean().backward();
+    step(actor);
+    if (number == 0) actor.engine().zero_grad();
+  }
+}
+
+// Weight gradients that were put off, written under other streams than the backwards and than each other.
+void put_off(Actor& actor) {
+  actor.build({3, 0});
+  Net& net = actor.net();
+  for (int number = 0; number < 2; ++number) {
+    const std::array stores{std::make_shared<nn::WgradStore>(), std::make_shared<nn::WgradStore>()};
+    for (int micro = 0; micro < 2; ++micro) {
+      const at::Tensor h = net.trunk->forward(actor.input(2 * number + micro));
+      const at::Tensor both = net.left->fused(h, stores[0]) + net.left->fused(h * 2, stores[1]);
+      net.head->forward(net.large->forward(both)).square().mean().backward();
+      for (const int lane : {1, 2}) {
+        actor.wait(lane, 0);
+        actor.on(lane, [&] { stores[lane - 1]->flush(); });
+      }
+      churn(actor);
+    }
+    step(actor);
+    actor.engine().zero_grad();
+  }
+}
+
 Options deterministic() {
   Options options = small_buckets();
   options.deterministic = true;
@@ -281,6 +374,12 @@ const std::vector<Scenario>& scenarios() {
        AdamW{.lr = 1e-2}, one_module_two_streams},
       {"G5", "run-again", "checkpoints that run a module again inside the backward: gradients that come late",
        small_buckets(), AdamW{.lr = 1e-2}, run_again},
+      {"", "fused-weight", "nodes of several streams write one weight's gradient, and it is accumulated plainly too",
+       holding(), AdamW{.lr = 1e-2}, fused_weight},
+      {"", "delivered-weight", "several streams deliver gradients of one parameter, also inside a backward", holding(),
+       SGD{.lr = 0.1, .momentum = 0.9}, delivered_weight},
+      {"", "put-off", "one weight's gradients that were put off are written under several streams", holding(),
+       AdamW{.lr = 1e-2}, put_off},
       {"", "deterministic", "shares of a deterministic step, from two streams", deterministic(), AdamW{.lr = 1e-2},
        shares},
   };

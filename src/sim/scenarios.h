@@ -36,7 +36,7 @@ struct Played {
   uint64_t operations = 0;
   uint64_t races = 0;         // reports, over all seeds
   uint64_t differences = 0;   // seeds whose result was not the CPU's, or that failed
-  uint64_t device_waits = 0;  // times the engine made the host wait for a device
+  uint64_t device_waits = 0;  // times the engine, once it was made, had the host wait for a device
   uint64_t first_bad = 0;     // its seed
   std::string report;         // of that seed; empty when all went well
   double seconds = 0;

@@ -52,7 +52,7 @@ void Units::bring_home(Home& home) {
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     const Sink* sink = bucket.sinks[i];
     at::Tensor parameter = sink->parameter;
-    if (parameter.storage().unsafeGetStorageImpl() == home.whole.storage().unsafeGetStorageImpl()) continue;
+    if (parameter.storage().unsafeGetStorageImpl() == home.places[i].storage().unsafeGetStorageImpl()) continue;
     if (parameter.scalar_type() != home.whole.scalar_type() || parameter.device() != home.whole.device() ||
         parameter.sizes() != home.shapes[i]) {
       throw Error(reducer_.world().rank(),
@@ -62,7 +62,9 @@ void Units::bring_home(Home& home) {
                            " when its engine was built; build a new engine after changing a model"));
     }
     if (!home.full) {
-      fill_storage(*home.whole.storage().unsafeGetStorageImpl(), home.whole.nbytes());
+      c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+      fill_storage(storage, storage.allocator()->allocate(home.whole.nbytes()), home.whole.nbytes());
+      lend(home);
       home.full = filled = true;
     }
     const Range mine = overlap(sink->slot, parameter.numel(), bucket.held);
@@ -72,7 +74,7 @@ void Units::bring_home(Home& home) {
     bucket.parameter.narrow(0, std::clamp<int64_t>(mine.begin - bucket.held.begin, 0, bucket.held.size()), mine.size())
         .copy_(flat.narrow(0, mine.begin - sink->slot.offset, mine.size()));
     keep_for_current(parameter);
-    parameter.set_data(view_in(home.whole, sink->slot.offset, parameter));
+    parameter.set_data(view_in(home.places[i], 0, parameter));
     parameter.unsafeGetTensorImpl()->bump_version();
   }
   if (filled) release(home);
@@ -97,10 +99,9 @@ void Units::check_nothing_lost() {
                   "inside engine.gathered({...}, Access::write), on every rank");
 }
 
-void Units::publish(const std::vector<at::Tensor>& parameters) {
+void Units::publish(const std::vector<at::Tensor>& parameters, const Where& where) {
   Lock lock(mutex_);
   at::NoGradGuard no_grad;
-  const Where where = reducer_.here(Where::Kind::step, "publishing what rank 0 wrote");
   reducer_.control().barrier().wait(where);  // nobody reads the shards any more
   for (Home* home : homes_of(parameters)) {
     const Alone alone(home->lanes, home->whole.device());

@@ -51,6 +51,7 @@ void cut_one(const World& world, const at::Tensor& parameter) {
   empty_storage(*hollow.storage().unsafeGetStorageImpl(),
                 "plumb: rank " + std::to_string(world.rank()) +
                     ": a deferred parameter was used before an engine had it; build the plumb::Engine first");
+  hollow.storage().unsafeGetStorageImpl()->set_nbytes(size_t{0});
   at::Tensor target = parameter;
   target.set_data(hollow);
 }

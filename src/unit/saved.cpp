@@ -13,12 +13,12 @@
 namespace plumb::saved {
 namespace {
 
-struct Scope {
-  std::shared_ptr<Units> units;
-  int unit = -1;
+struct Entry {
+  Scope scope;
+  Saver* saver = nullptr;  // null: a scope
 };
 
-thread_local std::vector<Scope> scopes;
+thread_local std::vector<Entry> stack;
 
 // The units of all engines, for what is saved outside of every scope: by a backward that makes a graph of its own.
 struct Everybody {
@@ -40,10 +40,11 @@ Everybody& everybody() {
 }
 
 // A parameter is kept without its memory, as a tensor over the storage that follows it. Any other tensor is kept as it
-// is; unpacking it tells that a node of the unit is about to run, which may use parameters that it did not save.
-class Hooks final : public torch::autograd::SavedVariableHooks {
+// is; unpacking it tells that a node of the unit is about to run, which may use parameters that it did not save. Where
+// somebody else's hooks are in force (checkpointing, offloading), they keep it instead.
+class Gathering final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit Hooks(const Scope& scope) : units_(scope.units), unit_(scope.unit) {}
+  Gathering(const Scope& scope, Hooks inner) : units_(scope.units), unit_(scope.unit), inner_(std::move(inner)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
     version_ = tensor._version();
@@ -54,6 +55,7 @@ class Hooks final : public torch::autograd::SavedVariableHooks {
         storage_ = storage;
       }
     }
+    if (inner_) return inner_->call_pack_hook(tensor);  // it keeps the tensor, or makes it anew
     // Without its graph: an output that its own node holds would never die.
     data_ = tensor.grad_fn() || storage_ != nullptr ? tensor.detach() : tensor;
   }
@@ -61,6 +63,7 @@ class Hooks final : public torch::autograd::SavedVariableHooks {
   at::Tensor call_unpack_hook() override {
     if (const auto owner = owner_.lock()) owner->need_storage(storage_);
     if (const auto units = units_.lock(); units && unit_ >= 0) units->need(unit_);
+    if (inner_) return inner_->call_unpack_hook();
     TORCH_CHECK(data_._version() == version_,
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it is "
                 "at version ",
@@ -75,24 +78,66 @@ class Hooks final : public torch::autograd::SavedVariableHooks {
   const c10::StorageImpl* storage_ = nullptr;  // alive while data_ is
   at::Tensor data_;
   uint32_t version_ = 0;
+  Hooks inner_;
 };
 
-std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() {
-  if (!scopes.empty()) return std::make_unique<Hooks>(scopes.back());
-  if (torch::autograd::get_current_graph_task_id() >= 0) return std::make_unique<Hooks>(Scope{});
-  return nullptr;
+Hooks make_hooks(Hooks inner) {
+  for (auto it = stack.rbegin(); it != stack.rend(); ++it) {
+    if (it->saver != nullptr) return it->saver->make();
+  }
+  if (stack.empty() && torch::autograd::get_current_graph_task_id() < 0) return inner;
+  return make_plainly(std::move(inner));
 }
 
 }  // namespace
+
+Hooks make_plainly(Hooks inner) {
+  for (auto it = stack.rbegin(); it != stack.rend(); ++it) {
+    if (it->saver == nullptr) return std::make_unique<Gathering>(it->scope, std::move(inner));
+  }
+  return std::make_unique<Gathering>(Scope{}, std::move(inner));
+}
+
+void install() {
+  backward::install();
+  backward::save_with(&make_hooks);
+}
 
 void install(const std::weak_ptr<Units>& units) {
   std::lock_guard lock(everybody().mutex);
   std::erase_if(everybody().units, [](const auto& weak) { return weak.expired(); });
   everybody().units.push_back(units);
-  backward::save_with(&make_hooks);
+  install();
 }
 
-void push(std::shared_ptr<Units> units, int unit) { scopes.push_back({std::move(units), unit}); }
-void pop() { scopes.pop_back(); }
+void push(Scope scope) {
+  backward::begin_saving();
+  stack.push_back({std::move(scope)});
+}
+
+void push(Saver& saver) {
+  backward::begin_saving();
+  stack.push_back({{}, &saver});
+}
+
+void pop() {
+  stack.pop_back();
+  backward::end_saving();
+}
+
+std::vector<Scope> scopes() {
+  std::vector<Scope> all;
+  for (const Entry& entry : stack) {
+    if (entry.saver == nullptr) all.push_back(entry.scope);
+  }
+  return all;
+}
+
+struct Fresh::Stack {
+  std::vector<Entry> entries;
+};
+
+Fresh::Fresh() : before_(std::make_unique<Stack>()) { std::swap(stack, before_->entries); }
+Fresh::~Fresh() { std::swap(stack, before_->entries); }
 
 }  // namespace plumb::saved

@@ -103,17 +103,36 @@ void Units::settle_in(Home& home) {
       place.copy_(sink->parameter);
     }
     keep_for_current(sink->parameter);
-    at::Tensor parameter = sink->parameter;
-    parameter.set_data(place);
-    home_of_[parameter.unsafeGetTensorImpl()] = &home;
-    home.shapes.push_back(parameter.sizes().vec());
+    home.places.push_back(at::empty({0}, options));
+    home_of_[sink->parameter.unsafeGetTensorImpl()] = &home;
+    homes_of_[home.places.back().storage().unsafeGetStorageImpl()] = &home;
+    home.shapes.push_back(sink->parameter.sizes().vec());
+  }
+  lend(home);
+  for (size_t i = 0; i < home.places.size(); ++i) {
+    at::Tensor parameter = bucket.sinks[i]->parameter;
+    home.places[i].unsafeGetTensorImpl()->set_sizes_contiguous({parameter.numel()});
+    parameter.set_data(view_in(home.places[i], 0, parameter));
   }
   bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
   reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
-  homes_of_[home.whole.storage().unsafeGetStorageImpl()] = &home;
   home.lanes.end_all(home.whole.device());
   home.full = true;
   release(home);
+}
+
+// The memory lives as long as somebody points into it.
+void Units::lend(Home& home) {
+  auto* memory = static_cast<char*>(home.whole.mutable_data_ptr());
+  for (size_t i = 0; i < home.places.size(); ++i) {
+    const Sink& sink = *home.bucket->sinks[i];
+    const auto item = static_cast<int64_t>(home.whole.element_size());
+    c10::DataPtr part(
+        memory + sink.slot.offset * item, new c10::Storage(home.whole.storage()),
+        [](void* whole) { delete static_cast<c10::Storage*>(whole); }, home.whole.device());
+    fill_storage(*home.places[i].storage().unsafeGetStorageImpl(), std::move(part),
+                 static_cast<size_t>(sink.parameter.numel() * item));
+  }
 }
 
 void Units::use(Home& home) {
@@ -156,7 +175,9 @@ void Units::gather(Home& home) {
   const Alone alone(home.lanes, home.whole.device());
   c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<size_t>(home.bucket->numel * home.whole.element_size());
-  fill_storage(storage, bytes);
+  fill_storage(storage, storage.allocator()->allocate(bytes), bytes);
+  lend(home);
+  ++gathers_;
   home.full = true;
   home.complete = false;
   home.versions = versions(home);
@@ -184,12 +205,14 @@ void Units::release(Home& home) {
   if (home.ahead) receive(home);
   home.ahead = false;
   home.lanes.keep(home.whole.storage().data_ptr());  // the readers' kernels may still run
-  empty_storage(*home.whole.storage().unsafeGetStorageImpl(),
-                "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '" +
-                    home.bucket->sinks[0]->name +
-                    "' or one beside it was used while its unit is released; use it through its plumb::Unit, or "
-                    "inside engine.gathered({...})",
-                /*keeps_size=*/true);
+  const std::string begin = "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '";
+  for (size_t i = 0; i < home.places.size(); ++i) {
+    empty_storage(*home.places[i].storage().unsafeGetStorageImpl(),
+                  begin + home.bucket->sinks[i]->name +
+                      "' was used while its unit is released; use it through its plumb::Unit, or inside "
+                      "engine.gathered({...})");
+  }
+  empty_storage(*home.whole.storage().unsafeGetStorageImpl(), "plumb: released");
   home.full = false;
 }
 
@@ -240,7 +263,7 @@ void Units::enter(int unit) {
     check_nothing_lost();
   }
   hold(homes_of_unit_[unit]);
-  saved::push(shared_from_this(), unit);
+  saved::push({weak_from_this(), unit});
 }
 
 void Units::leave(int unit) {
@@ -257,7 +280,7 @@ void Units::leave(int unit) {
 
 void Units::hold(const std::vector<at::Tensor>& parameters) {
   hold(homes_of(parameters));
-  saved::push(shared_from_this(), -1);
+  saved::push({weak_from_this(), -1, parameters});
 }
 
 void Units::let_go(const std::vector<at::Tensor>& parameters) {
@@ -286,6 +309,11 @@ void Units::end_update() {
   const bool reads_in_place =
       std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
   if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
+}
+
+void Units::gather_together() {
+  reducer_.gathers();
+  for (Home& home : homes_) home.peers.clear();
 }
 
 int64_t Units::gathered_bytes() const {

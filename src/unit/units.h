@@ -1,7 +1,8 @@
 // Units: the parameters of an engine that are sharded over the ranks, and whole only while somebody needs them.
 //
-// The parameters of one bucket share one storage. Gathering gives that storage memory and fills it with every rank's
-// shard; releasing takes the memory away, and whatever touches the parameters then gets an error. A forward holds its
+// The parameters of one bucket are whole in one piece of memory, each through a storage of its own that points into it.
+// Gathering makes that memory and fills it with every rank's shard; releasing takes it away, and whatever touches a
+// parameter then gets an error that names it. A forward holds its
 // unit by a scope. A backward finds its way alone (contract 4): whatever a node saved inside a unit's scope gathers that
 // unit when the node unpacks it, in every graph task anew, and the unit is let go when its last gradient has come, when
 // the backward has moved on to other units, or when it ends, well or badly.
@@ -47,7 +48,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void hold(const std::vector<at::Tensor>& parameters);
   void let_go(const std::vector<at::Tensor>& parameters);
   // What rank 0 wrote into held parameters becomes everybody's. Collective.
-  void publish(const std::vector<at::Tensor>& parameters);
+  void publish(const std::vector<at::Tensor>& parameters, const Where& where);
 
   // Nobody reads a shard from here to `updated`. An Error if somebody holds one.
   void begin_update();
@@ -55,6 +56,9 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
 
   bool owns(const at::Tensor& parameter) const;  // also one that was given other memory
   int64_t gathered_bytes() const;                // right now
+  int64_t gathers() const { return gathers_; }   // so far
+  // From here on by collectives, as between machines; for tests. Collective.
+  void gather_together();
 
   // Inside a node's backward: gathers what it saved.
   void need(int unit);
@@ -67,9 +71,10 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   // Where the parameters of one bucket live.
   struct Home {
     Bucket* bucket = nullptr;
-    at::Tensor whole;               // over the storage that the parameters share
-    Lanes lanes;                    // of that memory and of the shard: readers use a part, gather and update all
-    std::vector<at::Tensor> peers;  // everybody's shard, to be read in place; empty: gathered by a collective
+    at::Tensor whole;                // all of them, flat; without memory while it is released
+    std::vector<at::Tensor> places;  // by parameter, flat: its own storage, which points into `whole`
+    Lanes lanes;                     // of that memory and of the shard: readers use a part, gather and update all
+    std::vector<at::Tensor> peers;   // everybody's shard, to be read in place; empty: gathered by a collective
     int holds = 0;
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
     bool full = false;
@@ -82,7 +87,8 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   struct ReaderHook;
 
   void settle_in(Home& home);
-  void use(Home& home);  // it is whole for the current stream
+  void lend(Home& home);  // memory of `whole` to the parameters
+  void use(Home& home);   // it is whole for the current stream
   void use_together(Home& home);
   void gather(Home& home);
   void receive(Home& home);
@@ -116,6 +122,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<int> recent_;                                     // units the running backwards needed last
   std::map<const void*, std::vector<Home*>> hooked_;           // nodes that tell when they are done
   int tasks_ = 0;                                              // backwards under way
+  int64_t gathers_ = 0;
 };
 
 }  // namespace plumb

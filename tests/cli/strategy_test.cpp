@@ -51,6 +51,22 @@ TEST(Strategy, LosesTheSameOnOneTwoAndFourRanks) {
   }
 }
 
+// Losses and digest to the last bit, in every strategy, dense or with experts.
+TEST(Strategy, RecomputedBlocksGiveTheSameBits) {
+  for (const std::string model : {"gpt", "moe"}) {
+    for (const std::string& strategy : kStrategies) {
+      SCOPED_TRACE(model + " " + strategy);
+      const Words words = {"--backend", "local", "--model", model};
+      Words more = words;
+      more.push_back("--recompute");
+      const Result plain = train(strategy, "2", words), recomputed = train(strategy, "2", more);
+      ASSERT_EQ(recomputed.code, 0) << recomputed.err;
+      EXPECT_EQ(recomputed.losses(), plain.losses());
+      EXPECT_EQ(recomputed.last()["model_digest"], plain.last()["model_digest"]);
+    }
+  }
+}
+
 TEST(Strategy, LosesTheSameInProcesses) {
   const Result one = train("ddp", "1", {});
   for (const std::string& strategy : kStrategies) {

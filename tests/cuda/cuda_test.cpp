@@ -4,7 +4,9 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
+#include "lane/lane.h"
 #include "plumb/nn.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
@@ -49,48 +51,105 @@ TEST_F(Cuda, ATrainingStepNeverWaitsForTheDevice) {
   }
 }
 
-// T1, T2, T5: branches on their own streams, slowed down so that whoever does not wait reads too early.
+constexpr int64_t kLong = 50'000'000;  // cycles, some 25 ms: whoever does not wait for them reads too early
+
+// Passes its input on. Its backward takes long, on the stream that its forward ran on.
+struct Slow : torch::autograd::Function<Slow> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list gradients) {
+    at::cuda::sleep(kLong);
+    return {gradients[0]};
+  }
+};
+
+struct TwoWeights : torch::nn::Module {
+  TwoWeights() {
+    delivered = register_parameter("delivered", at::zeros({64, 64}));
+    fused = register_module("fused", nn::Linear(nn::LinearOptions{.in = 64, .out = 64, .bias = false}));
+  }
+  at::Tensor delivered;
+  nn::Linear fused{nullptr};
+};
+
+// T1: gradients that are written on streams of their own, slowly. Plain gradients would show nothing here: they accumulate
+// where the backward was called, and autograd orders that. What is delivered, or written by a fused node whose input needs
+// no gradient, is ordered by nobody but the lanes. Of the two that write one gradient, the slow one comes first.
 TEST_F(Cuda, StreamsThatFillOneBucketAreAllWaitedFor) {
-  for (const bool slow : {false, true}) {
+  for (const Strategy& row : strategies()) {
     std::vector<at::Tensor> results[2];
     for (const bool streams : {false, true}) {
       torch::manual_seed(2);
-      auto net = std::make_shared<scenarios::Net>();
-      net->to(at::kCUDA);
-      Options options;
-      options.bucket_bytes = 1 << 20;
-      Engine engine(World(), *net, SGD{.lr = 0.1, .momentum = 0.9}, options);
+      TwoWeights net;
+      net.to(at::kCUDA);
+      Engine engine(World(), net, SGD{.lr = 0.1, .momentum = 0.9}, {.strategy = row.name});
+      const auto home = at::cuda::getCurrentCUDAStream();
       const auto side = at::cuda::getStreamFromPool();
       const auto another = at::cuda::getStreamFromPool();
-      const auto home = at::cuda::getCurrentCUDAStream();
-      auto run_on = [&](const at::cuda::CUDAStream& stream, const auto& body) {
-        if (!streams) return body();
-        at::cuda::CUDAEvent begun, ended;
-        begun.record(home);
-        begun.block(stream);
-        at::Tensor result;
-        {
-          c10::cuda::CUDAStreamGuard guard(stream);
-          if (slow) at::cuda::sleep(20'000'000);
-          result = body();
-        }
-        ended.record(stream);
-        ended.block(home);
-        return result;
+      const auto wait = [](const at::cuda::CUDAStream& waiter, const at::cuda::CUDAStream& on) {
+        at::cuda::CUDAEvent event;
+        event.record(on);
+        event.block(waiter);
       };
-      for (int step = 0; step < 4; ++step) {
+      const auto under = [&](const at::cuda::CUDAStream& stream, const std::function<void()>& body) {
+        if (!streams) return body();
+        wait(stream, home);
+        const c10::cuda::CUDAStreamGuard guard(stream);
+        body();
+      };
+      std::vector<at::Tensor> inputs;  // alive until everything has run
+      for (int step = 0; step < 3; ++step) {
         auto generator = at::detail::createCPUGenerator(step);
-        const auto x = at::randn({4, 6}, generator).to(at::kCUDA);
-        const auto h = net->trunk(x);
-        const auto left = run_on(side, [&] { return net->left->forward(h).pow(2).mean(); });
-        const auto right = run_on(another, [&] { return net->right->forward(h * 2).sin().mean(); });
-        (left + right).backward();
+        const at::Tensor x = inputs.emplace_back(at::randn({8, 64}, generator).to(at::kCUDA));
+        const at::Tensor raw = inputs.emplace_back(at::randn({64, 64}, generator).to(at::kCUDA));
+        under(side, [&] {
+          at::cuda::sleep(kLong);
+          engine.deliver(net.delivered, inputs.emplace_back(raw * 2));
+        });
+        under(another, [&] { engine.deliver(net.delivered, inputs.emplace_back(raw * 3)); });
+        engine.end_pass();
+        at::Tensor quick, slow;
+        under(another, [&] { quick = net.fused(x * 2).sin().sum(); });
+        under(side, [&] { slow = Slow::apply(net.fused(x)).pow(2).sum(); });  // made last: its backward comes first
+        if (streams) wait(home, side);
+        if (streams) wait(home, another);
+        inputs.push_back(quick);
+        inputs.push_back(slow);
+        (quick + slow).backward();
         engine.step();
         engine.zero_grad();
       }
-      for (const auto& p : net->parameters()) results[streams].push_back(p.detach().cpu());
+      for (const auto& p : net.parameters()) results[streams].push_back(p.detach().cpu());
+      c10::cuda::device_synchronize();
     }
-    for (size_t i = 0; i < results[0].size(); ++i) EXPECT_TRUE(results[0][i].equal(results[1][i])) << i << slow;
+    for (size_t i = 0; i < results[0].size(); ++i) {
+      EXPECT_TRUE(at::allclose(results[0][i], results[1][i], 1e-5, 1e-6)) << row.name << ", parameter " << i;
+    }
+  }
+}
+
+// A sparse gradient is two tensors, and both are kept.
+TEST_F(Cuda, SparseTensorsAreKeptForTheStreamThatReadsThem) {
+  const auto side = at::cuda::getStreamFromPool();
+  constexpr int64_t count = 3 << 20;
+  for (const bool kept : {false, true}) {
+    c10::cuda::device_synchronize();
+    const void *indices = nullptr, *values = nullptr;
+    {
+      const at::Tensor sparse =
+          at::sparse_coo_tensor(at::arange(count, at::kCUDA).view({1, count}), at::ones({count}, at::kCUDA), {count});
+      indices = sparse._indices().const_data_ptr();
+      values = sparse._values().const_data_ptr();
+      const c10::cuda::CUDAStreamGuard guard(side);
+      at::cuda::sleep(kLong);
+      if (kept) keep_for_current(sparse);
+    }
+    // Freed, and handed out again at once unless the other stream still needs it.
+    const at::Tensor first = at::empty({count}, at::TensorOptions(at::kCUDA).dtype(at::kLong));
+    const at::Tensor second = at::empty({count}, at::kCUDA);
+    EXPECT_EQ(first.const_data_ptr() == indices, !kept);
+    EXPECT_EQ(second.const_data_ptr() == values, !kept);
+    c10::cuda::device_synchronize();
   }
 }
 
@@ -184,6 +243,80 @@ TEST_F(Cuda, AFirstStepIsNotCaptured) {
   EXPECT_NE(said.find("run a step with the same gradients first"), std::string::npos) << said;
 }
 
+// Forward and backward alone are captured; step() is not. As in plain PyTorch, gradients stay between replays.
+TEST_F(Cuda, ACapturedBackwardIsReplayedBetweenSteps) {
+  constexpr int warm = 3, replays = 5;
+  for (const Strategy& row : strategies()) {
+    std::vector<at::Tensor> results[2];
+    for (const bool captures : {false, true}) {
+      torch::manual_seed(4);
+      scenarios::Net net;
+      net.to(at::kCUDA);
+      Engine engine(World(), net, AdamW{.lr = 0.01}, {.strategy = row.name, .clip_norm = 0.5});
+      c10::cuda::CUDAStreamGuard guard(at::cuda::getStreamFromPool());
+      const at::Tensor x = at::zeros({4, 6}, at::kCUDA);
+      at::cuda::CUDAGraph graph;
+      for (int i = 0; i < warm + replays; ++i) {
+        if (captures && i == warm) {
+          engine.zero_grad();
+          c10::cuda::device_synchronize();
+          graph.capture_begin();
+          net.loss(x).backward();
+          graph.capture_end();
+        }
+        x.copy_(at::randn({4, 6}, at::detail::createCPUGenerator(i)));
+        if (captures && i >= warm) {
+          graph.replay();
+        } else {
+          engine.zero_grad();
+          net.loss(x).backward();
+        }
+        engine.step();
+      }
+      for (const auto& p : net.parameters()) results[captures].push_back(p.detach().cpu());
+      if (!captures) continue;
+      engine.zero_grad();
+      graph.replay();
+      std::string said;
+      try {
+        engine.step();
+      } catch (const Error& error) {
+        said = error.what();
+      }
+      EXPECT_NE(said.find("do not call zero_grad()"), std::string::npos) << said;
+    }
+    for (size_t i = 0; i < results[0].size(); ++i) {
+      EXPECT_TRUE(results[0][i].equal(results[1][i])) << row.name << ", parameter " << i;
+    }
+  }
+}
+
+TEST_F(Cuda, AFirstBackwardIsNotCaptured) {
+  scenarios::Net net;
+  net.to(at::kCUDA);
+  // Leaves accumulate where the engine was built: elsewhere, CUDA itself refuses the capture.
+  c10::cuda::CUDAStreamGuard guard(at::cuda::getStreamFromPool());
+  Engine engine(World(), net, AdamW{.lr = 0.01});
+  const auto x = torch::randn({4, 6}, at::kCUDA);
+  // No pass, and the libraries have what they allocate for this stream before the capture.
+  torch::autograd::grad({net.loss(x)}, net.parameters(), {}, {}, /*create_graph=*/false, /*allow_unused=*/true);
+  c10::cuda::device_synchronize();
+  // By hand: libtorch's own graph would not forget a capture that came to nothing.
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  std::string said;
+  try {
+    net.loss(x).backward();
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  cudaGraph_t graph = nullptr;
+  (void)cudaStreamEndCapture(stream, &graph);
+  if (graph != nullptr) (void)cudaGraphDestroy(graph);
+  (void)cudaGetLastError();
+  EXPECT_NE(said.find("captured into a graph before the first step"), std::string::npos) << said;
+}
+
 class CudaTokens : public Cuda {
  protected:
   static constexpr int64_t experts = 300, width = 64, rows = 500;  // more experts than one block has threads
@@ -220,6 +353,7 @@ TEST_F(CudaTokens, AreNeverWaitedFor) {
   for (const auto sums : {at::kFloat, at::kBFloat16}) {
     Options options;
     options.accumulate_dtype = sums;
+    for (const at::Tensor& weight : grouped->weights) weight.set_grad_dtype(sums);  // or each would be rounded first
     Engine engine(World(), *grouped, AdamW{.lr = 0.01}, options);
     for (int step = 0; step < 6; ++step) {
       const at::Tensor counts = sizes();

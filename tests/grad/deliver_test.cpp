@@ -46,10 +46,8 @@ TEST_P(Deliver, ObeysTheRuleOfTheLeaf) {
       const bool rounded = !rule || (*rule && **rule == at::kBFloat16);
       EXPECT_EQ(whole.scalar_type(), rounded ? at::kBFloat16 : at::kFloat);
       EXPECT_TRUE(whole.to(at::kFloat).eq(rounded ? 1.0F : 1.0F + 1.0F / 1024).all().item<bool>());
-      for (const Bucket& bucket : engine.impl().reducer->buckets()) {
-        if (!bucket.gradient.defined()) continue;
-        EXPECT_EQ(bucket.gradient.scalar_type(), bucket.dtype);
-      }
+      // The neighbour keeps its own: bf16, as its rule has always said.
+      EXPECT_EQ(engine.full_gradient(model.weights->b).scalar_type(), at::kBFloat16);
     });
   }
 }
@@ -70,27 +68,84 @@ TEST_P(Deliver, SumsMicroBatchesInTheAccumulationDtype) {
 }
 
 TEST_P(Deliver, RanksWithDifferentRulesAreAnErrorOnEveryRank) {
-  int told = 0;
-  std::mutex mutex;
-  try {
-    run_local(2, [&](World world) {
-      Holder model;
-      const at::Tensor a = model.weights->a;
-      Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
-      if (world.rank() == 1) a.set_grad_dtype(at::kFloat);
-      engine.deliver(a, torch::ones({5, 7}));
-      try {
-        engine.end_pass();
-      } catch (const Error& error) {
-        std::lock_guard lock(mutex);
-        told += std::string(error.what()).find("grad_dtype") != std::string::npos;
-        throw;
+  std::vector<std::string> told(2);
+  EXPECT_THROW(run_local(2,
+                         [&](World world) {
+                           Holder model;
+                           const at::Tensor a = model.weights->a;
+                           Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
+                           if (world.rank() == 1) a.set_grad_dtype(at::kFloat);
+                           engine.deliver(a, torch::ones({5, 7}));
+                           try {
+                             engine.end_pass();
+                           } catch (const Error& error) {
+                             told[world.rank()] = error.what();
+                             throw;
+                           }
+                         }),
+               Error);
+  EXPECT_THAT(told, testing::Each(testing::HasSubstr("grad_dtype")));
+}
+
+// A gradient that autograd brings and ones that a hook of the same backward hands over are one pass, reduced once.
+TEST_P(Deliver, InsideARunningBackwardBelongsToItsPass) {
+  run_local(2, [&](World world) {
+    Holder model;
+    const at::Tensor a = model.weights->a, b = model.weights->b;
+    Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
+    for (int round = 1; round <= 2; ++round) {
+      at::Tensor x = torch::ones({1}).requires_grad_();
+      const at::Tensor y = x * 2;
+      y.register_hook([&](const at::Tensor&) { engine.deliver(b, torch::full({33}, 2.0 * world.rank())); });
+      {
+        const Gathered whole = engine.gathered({b});
+        (y.sum() * b.to(at::kFloat).sum()).backward();
       }
-    });
-    ADD_FAILURE() << "ranks with different rules went on";
-  } catch (const Error&) {
-  }
-  EXPECT_GE(told, 1);
+      EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, round);
+      EXPECT_TRUE(engine.full_gradient(b).to(at::kFloat).eq(round * (2.0 + 1.0)).all().item<bool>());
+      EXPECT_FALSE(engine.full_gradient(a).defined());
+    }
+    EXPECT_THROW(engine.end_pass(), Error) << "the pass ended with its backward";
+  });
+}
+
+TEST_P(Deliver, RefusesFrozenParametersUndefinedGradientsAndOtherShapesAndLosesNothing) {
+  run_local(2, [&](World world) {
+    Holder model;
+    const at::Tensor a = model.weights->a, b = model.weights->b;
+    Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
+    const auto refused = [&](const at::Tensor& parameter, const at::Tensor& raw, const std::string& word) {
+      try {
+        engine.deliver(parameter, raw);
+        ADD_FAILURE() << "taken, expected: " << word;
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), testing::HasSubstr(word));
+      }
+    };
+    engine.deliver(b, torch::ones({33}));
+    refused(b, {}, "undefined");
+    refused(a, torch::ones({7, 5}), "[7, 5]");
+    refused(torch::ones({5, 7}), torch::ones({5, 7}), "no parameter of this engine");
+    a.set_requires_grad(false);
+    refused(a, torch::ones({5, 7}), "frozen");
+    a.set_requires_grad(true);
+    engine.end_pass();
+    EXPECT_TRUE(engine.full_gradient(b).to(at::kFloat).eq(1).all().item<bool>());
+    EXPECT_FALSE(engine.full_gradient(a).defined());
+  });
+}
+
+// As it came: the rule casts nothing.
+TEST_P(Deliver, TakesABf16RawGradientUnderTheRuleNone) {
+  run_local(2, [&](World world) {
+    Holder model;
+    const at::Tensor b = model.weights->b;
+    b.set_grad_dtype(std::nullopt);
+    Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
+    engine.deliver(b, torch::full({33}, 3.0, at::kBFloat16));
+    engine.end_pass();
+    EXPECT_TRUE(engine.full_gradient(b).to(at::kFloat).eq(3).all().item<bool>());
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Strategies, Deliver, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),

@@ -119,5 +119,21 @@ TEST(Deterministic, AStepWithTheWrongNumberOfBackwardsIsAnError) {
   });
 }
 
+// The sums of a step's shares are elsewhere until step(): a change of .grad would be lost.
+TEST(Deterministic, AGradientChangedAfterTheLastShareIsAnError) {
+  run_local(2, [](World world) {
+    at::Tensor a = at::zeros({5}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1.0}, {.deterministic = true, .virtual_ranks = 2});
+    a.sum().backward();
+    a.mutable_grad().mul_(0.5);
+    try {
+      engine.step();
+      ADD_FAILURE() << "a change was lost in silence";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("Options::clip_norm"), std::string::npos) << error.what();
+    }
+  });
+}
+
 }  // namespace
 }  // namespace plumb

@@ -233,7 +233,78 @@ TEST(Ranks, ThatClearDifferentGradientsGetAnError) {
                        if (world.rank() == 1) a.mutable_grad().reset();
                        engine.step();
                      }),
-              Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("none on rank 1"))));
+              Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("cleared on rank 1"))));
+}
+// Between two backwards as before a step, and in every strategy: one process has one gradient to clear or to change.
+TEST(Ranks, ThatClearOrChangeAReducedGradientAloneGetAnError) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+    for (const bool between : {false, true}) {
+      for (const bool clear : {false, true}) {
+        const auto run = [&](bool alone) {
+          return errors(4, [&](World world) {
+            at::Tensor a = leaf({5}), b = leaf({70});
+            Engine engine(world, {{"a", a}, {"layer.b", b}}, {}, SGD{.lr = 0.1}, {.strategy = strategy});
+            for (int step = 0; step < 2; ++step) {
+              (a.sum() + b.sum()).backward();
+              if (!alone || (world.rank() == 2 && step == 1)) {
+                if (clear) {
+                  b.mutable_grad().reset();
+                } else {
+                  b.mutable_grad().mul_(0.5);
+                }
+              }
+              if (between) (a.sum() + b.sum()).backward();
+              engine.step();
+              engine.zero_grad();
+            }
+          });
+        };
+        const std::string which =
+            std::string(strategy) + (between ? " between" : " before") + (clear ? " clear" : " change");
+        EXPECT_THAT(run(true), Each(AllOf(HasSubstr("'layer.b'"),
+                                          HasSubstr(clear ? "cleared on rank 2" : "changed in place on rank 2"),
+                                          HasSubstr("alike on every rank"))))
+            << which;
+        EXPECT_THAT(run(false), Each("none")) << which;
+      }
+    }
+  }
+}
+// As Module::zero_grad(false) does it: .grad is a detached twin of what it was.
+TEST(Ranks, ThatZeroAReducedGradientAloneGetAnError) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    EXPECT_THAT(errors(2,
+                       [&](World world) {
+                         at::Tensor a = leaf({50});
+                         Engine engine(world, {{"layer.a", a}}, {}, SGD{.lr = 0.1}, {.strategy = strategy});
+                         a.sum().backward();
+                         if (world.rank() == 1) a.mutable_grad() = a.grad().detach().zero_();
+                         engine.step();
+                       }),
+                Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("changed in place on rank 1"))));
+  }
+}
+// What is this rank's own until the next reduction may differ.
+TEST(Ranks, MayClearOrChangeWhatIsNotReducedYet) {
+  EXPECT_THAT(errors(2,
+                     [](World world) {
+                       at::Tensor a = leaf({5}), b = leaf({7});
+                       Engine engine(world, {{"a", a}, {"b", b}}, {}, SGD{.lr = 1.0});
+                       for (int step = 0; step < 2; ++step) {
+                         {
+                           const auto held = engine.no_sync();
+                           (a.sum() + b.sum()).backward();
+                         }
+                         if (world.rank() == 0) b.mutable_grad().reset();
+                         if (world.rank() == 1) a.mutable_grad().mul_(3);
+                         (a.sum() + b.sum()).backward();
+                         engine.step();
+                         engine.zero_grad();
+                       }
+                       if (!a.detach().eq(-2 * (1.0 + (1.0 + 3.0) / 2)).all().item<bool>()) throw Error("a is wrong");
+                       if (!b.detach().eq(-2 * (1.0 + 0.5)).all().item<bool>()) throw Error("b is wrong");
+                     }),
+              Each("none"));
 }
 TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
   for (const char* strategy : {"ddp", "zero2"}) {
@@ -253,31 +324,6 @@ TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
                        }),
                 Each(AllOf(HasSubstr("'b'"), HasSubstr("other values on rank 2"))));
   }
-}
-
-// torch::nn::utils::clip_grad_norm_ takes the norm of this rank's pieces.
-TEST(Ranks, ThatClipTheirOwnPiecesGetAnError) {
-  const auto train = [](double clip, double every) {
-    return errors(2, [=](World world) {
-      static std::mutex building;
-      std::unique_lock lock(building);
-      Net net;
-      lock.unlock();
-      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero2"});
-      for (int step = 0; step < 3; ++step) {
-        net.loss(at::ones({3, 6}) * (step + 1)).backward();
-        if (clip > 0) torch::nn::utils::clip_grad_norm_(net.parameters(), clip);
-        for (auto& p : net.parameters()) {
-          if (p.grad().defined()) p.mutable_grad().mul_(every);
-        }
-        engine.step();
-        engine.zero_grad();
-      }
-    });
-  };
-  EXPECT_THAT(train(0.01, 1), Each(AllOf(HasSubstr("scaled by"), HasSubstr("Options::clip_norm"))));
-  EXPECT_THAT(train(0, 0.5), Each("none"));
-  EXPECT_THAT(train(1e9, 1), Each("none"));  // nothing to clip
 }
 
 TEST(Engine, RefusesAParameterThatUsesItsMemoryTwice) {

@@ -45,8 +45,8 @@ TEST_P(GradientMemory, GoesWithTheGradientsAndComesBackClean) {
     const Options options{.strategy = GetParam(), .clip_norm = 0.5};
     Engine engine(world, net, SGD{.lr = 0.1, .momentum = 0.9}, options);
     Engine keeps(world, twin, SGD{.lr = 0.1, .momentum = 0.9}, options);
-    engine.impl().reducer->small = 1000;
-    keeps.impl().reducer->small = std::numeric_limits<int64_t>::max();
+    engine.impl().reducer->layout().small = 1000;
+    keeps.impl().reducer->layout().small = std::numeric_limits<int64_t>::max();
     for (int step = 0; step < 4; ++step) {
       net.loss(world.rank()).backward();
       twin.loss(world.rank()).backward();

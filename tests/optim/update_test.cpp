@@ -60,6 +60,85 @@ TEST(Updater, SgdWithDampeningEqualsLibtorchs) {
                        });
 }
 
+// torch's optimizers beside ours, in every strategy, with gradients that come only now and then.
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
+
+template <class Made, class Settings>
+MakeOptimizer torchs(Settings settings) {
+  return [settings](std::vector<at::Tensor> parameters) { return std::make_unique<Made>(parameters, settings); };
+}
+
+class UpdaterIn : public testing::TestWithParam<std::string> {};
+
+TEST_P(UpdaterIn, EveryOptimizerEqualsTorchs) {
+  using torch::optim::AdamOptions;
+  using torch::optim::RMSpropOptions;
+  const std::vector<std::pair<Optimizer, MakeOptimizer>> all = {
+      {Adam{.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-4, .weight_decay = 0.1},
+       torchs<torch::optim::Adam>(AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-4).weight_decay(0.1))},
+      {AdamW{.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-4, .weight_decay = 0.1},
+       torchs<torch::optim::AdamW>(torch::optim::AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-4).weight_decay(0.1))},
+      {RMSprop{.lr = 0.02, .alpha = 0.9, .eps = 1e-4, .weight_decay = 0.1},
+       torchs<torch::optim::RMSprop>(RMSpropOptions(0.02).alpha(0.9).eps(1e-4).weight_decay(0.1))},
+      {RMSprop{.lr = 0.02, .alpha = 0.9, .eps = 1e-2, .momentum = 0.7, .centered = true},
+       torchs<torch::optim::RMSprop>(RMSpropOptions(0.02).alpha(0.9).eps(1e-2).momentum(0.7).centered(true))},
+      {SGD{.lr = 0.02, .momentum = 0.9, .dampening = 0.1, .weight_decay = 0.1},
+       torchs<torch::optim::SGD>(torch::optim::SGDOptions(0.02).momentum(0.9).dampening(0.1).weight_decay(0.1))},
+  };
+  for (size_t which = 0; which < all.size(); ++which) {
+    for (const int ranks : {1, 2, 3}) {
+      for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+        // Gradients of the parameters' dtype, summed in f32; masters in f32, of which parameters are the rounding.
+        const auto gradient = [&](const at::Tensor& like, int step, int rank) {
+          return (at::arange(like.numel()).view(like.sizes()) * (rank + 1.7) + step).sin().to(dtype);
+        };
+        const auto used = [](int step, int parameter) { return parameter == 0 ? step != 1 : step % 2 == 1; };
+        std::vector<at::Tensor> masters;
+        for (const auto& p : Small(dtype).parameters()) masters.push_back(p.detach().to(at::kFloat).requires_grad_());
+        const auto optimizer = all[which].second(masters);
+        for (int step = 0; step < 6; ++step) {
+          for (int i = 0; i < 2; ++i) {
+            masters[i].mutable_grad() = at::Tensor();
+            if (!used(step, i)) continue;
+            at::Tensor sum = at::zeros_like(masters[i]);
+            for (int rank = 0; rank < ranks; ++rank) sum += gradient(sum, step, rank).to(at::kFloat) / ranks;
+            masters[i].mutable_grad() = sum.detach();
+          }
+          optimizer->step();
+        }
+        run_local(ranks, [&](World world) {
+          Small model(dtype);
+          Options options;
+          options.strategy = GetParam();
+          options.accumulate_dtype = at::kFloat;
+          options.bucket_bytes = options.first_bucket_bytes = world.size() == 2 ? 100 : 4 << 20;
+          Engine engine(world, model, all[which].first, options);
+          const auto parameters = model.parameters();
+          for (int step = 0; step < 6; ++step) {
+            for (int i = 0; i < 2; ++i) {
+              if (used(step, i)) engine.deliver(parameters[i], gradient(parameters[i], step, world.rank()));
+            }
+            engine.end_pass();
+            engine.step();
+            engine.zero_grad();
+          }
+          for (int i = 0; i < 2; ++i) {
+            const at::Tensor found = engine.full_parameter(parameters[i]);
+            EXPECT_EQ(found.scalar_type(), dtype);
+            const double tolerance = dtype == at::kFloat ? 2e-5 : 8e-3;  // a rounding to bf16 is at most 2^-8
+            EXPECT_TRUE(at::allclose(found.to(at::kFloat), masters[i], tolerance, 1e-5))
+                << "optimizer " << which << ", " << GetParam() << " on " << ranks << ", " << dtype << ", parameter "
+                << i;
+          }
+        });
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, UpdaterIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
+                         [](const auto& info) { return info.param; });
+
 TEST(Updater, GivesEachGroupItsOwnValues) {
   Small model;
   const at::Tensor weight = model.weight.detach().clone(), bias = model.bias.detach().clone();
@@ -128,6 +207,29 @@ TEST(Updater, SumsBf16GradientsInF32AndKeepsF32Masters) {
       const double error = (model.weight.detach().to(at::kFloat) - master).abs().max().item<double>();
       EXPECT_LT(error, (master - master.to(at::kBFloat16).to(at::kFloat)).abs().max().item<double>() * 1.01 + 1e-6)
           << "further from the f32 master than one rounding";
+    });
+  }
+}
+
+// A third of a bf16 gradient is no bf16: the mean is taken in the dtype of the sum.
+TEST(Updater, TakesTheMeanOfBf16GradientsInF32) {
+  const auto gradient = [](int rank, int micro) {
+    return at::arange(70, at::kDouble).mul(rank + 1.3).add(micro).sin().to(at::kBFloat16);
+  };
+  for (const std::string strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+    run_local(3, [&](World world) {
+      at::Tensor weight = at::zeros({70}, at::kBFloat16).requires_grad_();
+      Options options;
+      options.strategy = strategy;
+      options.accumulate_dtype = at::kFloat;
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, NoOptimizer{}, options);
+      at::Tensor mean = at::zeros({70}, at::kDouble);
+      for (int micro = 0; micro < 2; ++micro) {
+        weight.backward(gradient(world.rank(), micro));
+        for (int rank = 0; rank < 3; ++rank) mean += gradient(rank, micro).to(at::kDouble) / 3;
+      }
+      const double error = (engine.full_gradient(weight).to(at::kDouble) - mean).abs().max().item<double>();
+      EXPECT_LT(error, 1e-6) << strategy;
     });
   }
 }

@@ -23,7 +23,8 @@ const std::vector<std::string> other_units = {"UnfreezesWhatOnlyOneRankUses",
                                               "ALateGradientOfTheSecondOfTwoReductionsOnTheWay",
                                               "ParametersUsedOnTheLastRankOnly",
                                               "EveryRankUsesAnotherPart",
-                                              "ARankWithNothingToContributeCallsTheEnginesBackward"};
+                                              "ARankWithNothingToContributeCallsTheEnginesBackward",
+                                              "CheckpointsUnderNoSyncOnSomeRanksOnly"};
 
 bool plays(const scenarios::Scenario& scenario, const Strategy& row) {
   const auto named = [&](const std::vector<std::string>& names) {

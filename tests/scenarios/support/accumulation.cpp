@@ -317,6 +317,21 @@ std::vector<Scenario> accumulation_scenarios() {
     };
     all.push_back(scenario);
   }
+  all.push_back(on_net("A4", "ClipsAndNormalisesGradientsByTheirOwnNorms", [](Stage& stage) {
+    for (int step = 0; step < 3; ++step) {
+      one_backward(stage, 2 * step);
+      one_backward(stage, 2 * step + 1);
+      stage.all([&] {
+        torch::nn::utils::clip_grad_norm_(stage.model->parameters(), 0.05);
+        torch::nn::utils::clip_grad_norm_(stage.as<Net>().body->weight, 0.01);
+        at::Tensor& middle = stage.as<Net>().middle->weight.mutable_grad();
+        middle -= middle.mean();
+        middle /= middle.norm() + 1e-3;
+      });
+      stage.step();
+      if (step != 1) stage.zero_grad();
+    }
+  }));
   {
     Scenario scenario = on_net("A7", "ScalarEmptyTinyPrimeAndLargerThanABucket", [](Stage& stage) {
       for (int step = 0; step < 3; ++step) {

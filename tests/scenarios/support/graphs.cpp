@@ -1,4 +1,4 @@
-// Graphs: rows G1 to G11.
+// Graphs: rows G1 to G12.
 #include "scenarios/support/corpus.h"
 #include "scenarios/support/models.h"
 
@@ -32,6 +32,104 @@ Program three_steps(std::function<void(Stage&, Net&, const at::Tensor&)> body) {
       stage.zero_grad();
     }
   };
+}
+
+// A unit that recomputes its inside.
+struct ThriftyImpl : torch::nn::Module {
+  ThriftyImpl() {
+    up = register_module("up", torch::nn::Linear(6, 9));
+    down = register_module("down", torch::nn::Linear(9, 6));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto inside = [this](const at::Tensor& h) { return torch::tanh(down(torch::tanh(up(h)))); };
+    return (plain ? inside(x) : plumb::checkpoint(inside, x)) + torch::linear(x, up->weight).matmul(up->weight);
+  }
+  torch::nn::Linear up{nullptr}, down{nullptr};
+  bool plain = false;
+};
+TORCH_MODULE(Thrifty);
+
+struct ThriftyNet : torch::nn::Module {
+  ThriftyNet() {
+    first = register_module("first", Thrifty());
+    second = register_module("second", Thrifty());
+  }
+  Unit<Thrifty> first{nullptr}, second{nullptr};
+};
+
+// Row G12. On the reference the functions run plainly.
+std::vector<Scenario> checkpoint_scenarios() {
+  std::vector<Scenario> all;
+  auto add = [&](const char* name, std::function<void(Stage&, Net&, const at::Tensor&)> body) {
+    all.push_back(on_net("G12", name, three_steps(std::move(body))));
+  };
+  const auto through = [](Stage& stage, auto body, const at::Tensor& x) {
+    return stage.reference() ? body(x) : plumb::checkpoint(body, x);
+  };
+  add("CheckpointsOfAUnitEachAndAWeightInSeveral", [through](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto middle = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const auto body = [&net](const at::Tensor& h) { return torch::tanh(net.body->forward(h)); };
+    const auto h = through(stage, middle, through(stage, middle, through(stage, body, x)));
+    stage.share((net.left->forward(h) + net.left->forward(middle(h))).pow(2).mean()).backward();
+  });
+  add("CheckpointsInsideACheckpointTwiceOverARetainedGraph", [through](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto inner = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
+    const auto outer = [&](const at::Tensor& h) {
+      return through(stage, inner, through(stage, inner, torch::tanh(net.body->forward(h))));
+    };
+    const auto y = through(stage, outer, x);
+    stage.share(net.left->forward(y).pow(2).mean()).backward({}, true);
+    stage.share(net.right->forward(y).pow(2).mean()).backward();
+  });
+  add("GradientPenaltyThroughACheckpoint", [through](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto input = x.clone().requires_grad_();
+    const auto loss = through(stage, [&net](const at::Tensor& h) { return net.loss(h); }, input);
+    const auto gradient = torch::autograd::grad({loss}, {input}, {}, true, true)[0];
+    stage.share(loss + gradient.pow(2).sum()).backward();
+  });
+  add("AnExceptionInACheckpointThenARetry", [through](Stage& stage, Net& net, const at::Tensor& x) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      int runs = 0;
+      // In the first attempt it throws when it runs again, inside the backward.
+      const auto body = [&](const at::Tensor& h) {
+        const auto y = torch::tanh(net.body->forward(h));
+        if (attempt == 0 && ++runs == 2) throw std::runtime_error("planned");
+        return torch::tanh(net.middle->forward(y));
+      };
+      try {
+        auto loss = stage.share(net.left->forward(through(stage, body, x)).pow(2).mean());
+        if (attempt == 0 && stage.reference()) throw std::runtime_error("planned");
+        loss.backward();
+        if (attempt == 0) throw std::logic_error("the planned exception did not come");
+      } catch (const std::runtime_error&) {
+      }
+      if (attempt == 0) stage.zero_grad();
+    }
+  });
+  add("CheckpointsUnderNoSyncOnSomeRanksOnly", [through](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto body = [&net](const at::Tensor& h) { return net.loss(h); };
+    {
+      const auto quiet = stage.no_sync();
+      stage.share(stage.rank == 0 ? through(stage, body, x) : body(x)).backward();
+    }
+    stage.share(through(stage, body, x * 2)).backward();
+  });
+  Scenario inside{"G12", "CheckpointsInsideUnits", [] { return std::make_shared<ThriftyNet>(); },
+                  [](Stage& stage) {
+                    auto& net = stage.as<ThriftyNet>();
+                    net.first.get()->plain = net.second.get()->plain = stage.reference();
+                    for (int step = 0; step < 3; ++step) {
+                      const auto y = net.second->forward(net.first->forward(stage.input({4, 6}, step)));
+                      const auto loss = stage.share(y.pow(2).mean());
+                      loss.backward({}, true);
+                      if (step == 1) loss.backward();
+                      stage.step();
+                      stage.zero_grad();
+                    }
+                  }};
+  inside.options.bucket_bytes = inside.options.first_bucket_bytes = 200;
+  all.push_back(std::move(inside));
+  return all;
 }
 
 }  // namespace
@@ -98,6 +196,28 @@ std::vector<Scenario> graph_scenarios() {
   add("G4", "BackwardThatCreatesAGraph", [](Stage& stage, Net& net, const at::Tensor& x) {
     stage.share(net.loss(x)).backward({}, true, true);
     stage.share(net.loss_right(x)).backward();
+  });
+  add("G4", "OneBackwardThatCreatesAGraphAndNoOther",
+      [](Stage& stage, Net& net, const at::Tensor& x) { stage.share(net.loss(x)).backward({}, true, true); });
+  add("G4", "AGradientWithAGraphIsScaledByTheUser", [](Stage& stage, Net& net, const at::Tensor& x) {
+    stage.share(net.loss(x)).backward({}, true, true);
+    stage.all([&] {
+      at::NoGradGuard no_grad;
+      for (auto& p : net.parameters()) {
+        if (p.grad().defined()) p.mutable_grad().detach().mul_(0.25);
+      }
+    });
+  });
+  add("G1", "RetainedGraphsThroughTheEnginesOwnBackward", [](Stage& stage, Net& net, const at::Tensor& x) {
+    const auto loss = stage.share(net.loss(x));
+    stage.backward(loss, true);
+    stage.backward(loss, true);
+    {
+      const auto held = stage.no_sync();
+      stage.backward(loss, true);
+      stage.share(net.loss_right(x)).backward({}, true);
+    }
+    stage.backward(loss);
   });
   add("G5", "ReentrantCheckpointsAndAWeightInSeveral", [](Stage& stage, Net& net, const at::Tensor& x) {
     const Checkpoint::Body middle = [&net](const at::Tensor& h) { return torch::tanh(net.middle->forward(h)); };
@@ -278,6 +398,7 @@ std::vector<Scenario> graph_scenarios() {
     stage.share(net.loss(x)).backward();
     net.left->weight.remove_hook(key);
   });
+  for (Scenario& scenario : checkpoint_scenarios()) all.push_back(std::move(scenario));
   {
     Scenario tied{"G6", "WeightsTiedAcrossModules", [] { return std::make_shared<Tied>(); },
                   [](Stage& stage) {

@@ -90,6 +90,9 @@ std::vector<Scenario> number_scenarios() {
       1e-2);
 
   half(
+      "OneF32GradientOfABf16ParameterRuleNone", [](at::Tensor& weight) { weight.set_grad_dtype(std::nullopt); }, 1,
+      1e-2);
+  half(
       "AnF32GradientOfABf16ParameterRuleBf16", [](at::Tensor& weight) { weight.set_grad_dtype(at::kBFloat16); }, 1,
       2e-2);
   {

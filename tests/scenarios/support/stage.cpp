@@ -215,7 +215,8 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   Options options = scenario.options;
   options.strategy = strategy;
   Engine engine(world, *stage.model, scenario.optimizer, options);
-  if (dear) engine.impl().reducer->small = 0;
+  if (dear) engine.impl().reducer->layout().small = 0;
+  stage.clears_by_engine = dear;
   stage.engine = &engine;
   scenario.program(stage);
   Outcome outcome = outcome_of(*stage.model, &engine);

@@ -37,6 +37,7 @@ class Stage {
   void step();
   void zero_grad() {
     all([this] {
+      if (engine != nullptr && clears_by_engine) return engine->zero_grad();
       for (auto& p : model->parameters()) p.mutable_grad().reset();
     });
   }
@@ -56,6 +57,7 @@ class Stage {
   }
 
   Engine* engine = nullptr;
+  bool clears_by_engine = false;  // engine.zero_grad() instead of the model's: it lets memory go
   Baton* baton = nullptr;
   std::function<void()> reference_step;
   const double* reference_scale = nullptr;

@@ -84,6 +84,8 @@ struct Net : torch::nn::Module {
 };
 
 // Bytes of parameters that are whole on this rank right now.
-inline int64_t gathered(const Engine& engine) { return engine.impl().units->gathered_bytes(); }
+inline int64_t gathered(const Engine& engine) {
+  return engine.impl().units ? engine.impl().units->gathered_bytes() : 0;
+}
 
 }  // namespace plumb::test

@@ -1,0 +1,48 @@
+// Changes: what the user did between our calls, to parameters and to gradients, must have come out the same on every rank.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "grad/facts.h"
+#include "grad/sink.h"
+#include "grad/team.h"
+
+namespace plumb {
+
+class Changes {
+ public:
+  explicit Changes(Team& team) : team_(team), watches_parameters_(team.size() > 1) {}
+
+  // The parameters are as they should be now; alone, or without an optimizer of ours, nobody looks.
+  void remember_parameters(const std::deque<Sink>& sinks);
+  void leave_parameters_to_user() { watches_parameters_ = false; }
+  // By sink: whether the user changed it since then.
+  std::vector<bool> changed_parameters(const std::deque<Sink>& sinks) const;
+  // Whatever one rank changed must have the same values on all. Collective where somebody did.
+  void check_parameters(const std::deque<Sink>& sinks, const std::vector<Facts>& all, const Where& where);
+
+  // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. `held`: they do not
+  // agree on any, since contributions wait for their reduction.
+  void look_at_gradients(const std::deque<Sink>& sinks, bool held);
+  const std::vector<bool>& cleared() const { return cleared_; }
+  const std::vector<bool>& touched() const { return touched_; }
+  const std::vector<bool>& intact() const { return intact_; }
+  // An Error, on every rank, if one rank cleared or changed a gradient and another did not.
+  void check_gradients(const std::deque<Sink>& sinks, const std::vector<Facts>& all) const;
+
+ private:
+  // Of a parameter, when the last step ended.
+  struct Seen {
+    int64_t version = 0;
+    const void* place = nullptr;
+  };
+  bool changed(const Sink& sink) const;
+
+  Team& team_;
+  bool watches_parameters_;  // whether ranks could change them differently, and our optimizer alone should
+  std::vector<Seen> seen_;   // by sink
+  std::vector<bool> cleared_, touched_, intact_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,99 @@
+#include "grad/scattered.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace plumb {
+namespace {
+
+// Messages of whole gradients on their way at a time: one being filled, one being reduced.
+constexpr size_t kInFlight = 2;
+constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
+
+}  // namespace
+
+at::Tensor Scattered::memory_for(const Bucket& bucket) {
+  keep_few_in_flight();
+  const c10::Device device = bucket.device();
+  const Alone alone(const_cast<Bucket&>(bucket).lanes, device);  // memory is first the lane's that asked for it
+  const auto spare = std::find_if(spares_.begin(), spares_.end(), [&](const at::Tensor& one) {
+    return one.numel() >= bucket.numel && one.scalar_type() == bucket.dtype && one.device() == device;
+  });
+  if (spare != spares_.end()) {
+    at::Tensor memory = *spare;
+    spares_.erase(spare);
+    return memory;
+  }
+  // As large as the next ones will ask for.
+  int64_t numel = bucket.numel;
+  for (const Bucket& other : buckets_) {
+    if (other.dtype == bucket.dtype && other.unit < 0 && bucket.unit < 0) numel = std::max(numel, other.numel);
+  }
+  return team_.data().allocate(numel, at::TensorOptions().dtype(bucket.dtype).device(device));
+}
+
+// Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
+void Scattered::keep_few_in_flight() {
+  const auto messages = [this] {
+    size_t count = 0;
+    const Pending* last = nullptr;
+    for (const Bucket* bucket : in_flight_) {
+      if (bucket->reduction.get() != last) ++count;
+      last = bucket->reduction.get();
+    }
+    return count;
+  };
+  while (messages() >= kInFlight) {
+    Bucket& oldest = *in_flight_.front();
+    Where where = sent_at_;
+    where.detail = "the reduction of bucket " + std::to_string(oldest.index);
+    finish(oldest, where);
+  }
+}
+
+void Scattered::begin(Bucket& bucket, const Where& where) {
+  sent_at_ = where;
+  buckets_.make_gradient(bucket, bucket.has_gradient() ? Buckets::Blank::yes : Buckets::Blank::no);
+  complete_incoming(bucket);
+  ledger_.reduced(bucket.index);
+  open_target(bucket);
+  if (bucket.alone) return send({&bucket});
+  outgoing_.push_back(&bucket);
+}
+
+void Scattered::send() {
+  if (!outgoing_.empty()) send(std::exchange(outgoing_, {}));
+}
+
+// As one message.
+void Scattered::send(const std::vector<Bucket*>& buckets) {
+  std::vector<Group::Part> parts;
+  for (const Bucket* bucket : buckets) parts.push_back({bucket->target(), bucket->incoming.sum});
+  const auto message = std::make_shared<Pending>(team_.shard().reduce_scatter(parts));
+  for (Bucket* bucket : buckets) {
+    bucket->reduction = message;
+    in_flight_.push_back(bucket);
+  }
+}
+
+// In the order in which they began, whoever is wanted: over two axes, the end of a reduction is a collective.
+void Scattered::finish_before(Bucket& bucket, const Where& where) {
+  while (!in_flight_.empty() && in_flight_.front() != &bucket) finish(*in_flight_.front(), where);
+  if (!in_flight_.empty()) in_flight_.pop_front();
+}
+
+void Scattered::arrived(Bucket& bucket, const Where& where) {
+  team_.replicate().all_reduce(bucket.target()).wait(where);
+  close_target(bucket);
+  // Fresh memory costs a fault per page: the next bucket of this step takes this one's.
+  if (bucket.device().is_cpu() && spares_.size() < kInFlight) spares_.push_back(bucket.incoming.memory);
+  bucket.incoming.memory.reset();
+}
+
+void Scattered::finish_step() {
+  std::erase_if(spares_, [](const at::Tensor& spare) { return spare.nbytes() > kSmallSpare; });
+}
+
+}  // namespace plumb

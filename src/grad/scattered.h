@@ -1,0 +1,45 @@
+// Scattered: gradients that are sharded. What a pass collected is reduce-scattered over the ranks of the replica, and then
+// all-reduced over the replicas; `.grad` is this rank's piece. At most two whole gradients are alive at a time.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "grad/collected.h"
+
+namespace plumb {
+
+class Scattered final : public Collected {
+ public:
+  // What no_sync does: each backward is reduced all the same, or .grad is this rank's whole sum until the next that is.
+  enum class Holding { never, whole };
+  Scattered(Team& team, Buckets& buckets, Ledger& ledger, Holding holding)
+      : Collected(team, buckets, ledger), holding_(holding) {}
+
+  OpenPass::Sync sync(Wish wish) const override {
+    return wish == Wish::reduce || holding_ == Holding::never ? OpenPass::Sync::reduced : OpenPass::Sync::held;
+  }
+  void begin(Bucket& bucket, const Where& where) override;
+  void send() override;
+  bool joins_messages() const override { return team_.shard().messages_are_dear(); }
+  bool ends_together() const override { return team_.replicate().size() > 1; }
+  bool holds_in_buckets() const override { return false; }
+  void finish_step() override;
+
+ private:
+  bool collects(const OpenPass& pass) const override { return pass.sync == OpenPass::Sync::reduced; }
+  double scale() const override { return 1.0 / team_.size(); }
+  at::Tensor memory_for(const Bucket& bucket) override;
+  void finish_before(Bucket& bucket, const Where& where) override;
+  void arrived(Bucket& bucket, const Where& where) override;
+  void send(const std::vector<Bucket*>& buckets);
+  void keep_few_in_flight();
+
+  const Holding holding_;
+  std::vector<Bucket*> outgoing_;   // wait for the rest of their convoy
+  std::deque<Bucket*> in_flight_;   // in the order in which they were sent
+  Where sent_at_;                   // by the last of them
+  std::vector<at::Tensor> spares_;  // memory of `incoming` that ended, until the step ends
+};
+
+}  // namespace plumb

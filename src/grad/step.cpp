@@ -1,0 +1,133 @@
+// The end of a step: everything that is not reduced yet is, after all ranks agreed that they are at the same point.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "grad/reducer.h"
+
+namespace plumb {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+void Reducer::settle_step() {
+  Lock lock(mutex_);
+  check_alive();
+  check_nothing_put_off();
+  if (pass_ && pass_->end == OpenPass::End::told)
+    throw Error(team_.rank(), "step() after delivered gradients; call end_pass() first");
+  if (pass_) throw Error(team_.rank(), "step() was called inside a backward; call it after backward() has returned");
+  check_captured();
+  // step() may be called on another stream than the backwards.
+  buckets_.for_devices([this](c10::Device device) { callers_.join(device); });
+  for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
+  changes_.look_at_gradients(sinks(), held_);
+  buckets_.untangle(members_.sinks());
+  buckets_.renew_kept();
+  for (Sink& sink : members_.sinks()) sink.forget_contributions();
+  std::vector<bool> late;
+  for (const Bucket& bucket : buckets_) late.push_back(waits_for_step(bucket) && fault != Fault::consume_unreduced);
+  std::vector<Facts> all;
+  or_break([&] {
+    all = exchange_facts(Where::Kind::step, late, false);
+    changes_.check_gradients(sinks(), all);
+    changes_.check_parameters(sinks(), all, here(Where::Kind::step, "the parameters that were changed"));
+    weights_.add(all);
+    join_late(all, late);
+    summing_->check_step(passes_, sinks());
+    admit_newcomers(all, late, false);
+    traffic_.reduce_and_wait(late, here(Where::Kind::step));
+  });
+  if (auto failure = summing_->take_failure()) std::rethrow_exception(failure);
+  if (fault == Fault::consume_unreduced) {
+    for (Bucket& bucket : buckets_) buckets_.make_gradient(bucket);
+  }
+  held_ = false;
+  for (Sink& sink : members_.sinks()) {
+    if (late[sink.slot.bucket]) {
+      sink.adopt(used_anywhere(all, sink.index));
+    } else {
+      check_used_alike(sink, all);
+      if (sink.grad_mirrored()) sink.settle();  // the user may have changed it since its reduction
+    }
+  }
+}
+
+// Its gradients are not the ranks' mean: they were held, or the user's own tensors replaced them.
+bool Reducer::waits_for_step(const Bucket& bucket) const {
+  const bool held = (held_ || bucket.made_up) && summing_->holds_in_buckets();
+  const bool idle = bucket.frozen && !bucket.wanted();
+  return (held && !idle) || std::ranges::any_of(bucket.sinks, &Sink::grad_elsewhere);
+}
+
+void Reducer::check_used_alike(const Sink& sink, const std::vector<Facts>& all) const {
+  const auto index = static_cast<size_t>(sink.index);
+  const bool first = all[0].used[index];
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank].used[index] == first) continue;
+    throw Error(team_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") + " gradient on rank 0 and " +
+                                  (first ? "none" : "one") + " on rank " + std::to_string(rank) +
+                                  " at step(); set or clear gradients alike on every rank");
+  }
+}
+
+void Reducer::finish_step() {
+  Lock lock(mutex_);
+  for (Bucket& bucket : buckets_) bucket.lanes.end_all(bucket.device());
+  // The next forward reads the parameters where the backwards were called.
+  buckets_.for_devices([this](c10::Device device) { callers_.follow(device); });
+  callers_.clear();
+  remember_parameters();
+  gradients_agreed();
+  summing_->finish_step();
+  weights_.forget();
+  ++steps_;
+  passes_ = 0;
+}
+
+void Reducer::remember_parameters() { changes_.remember_parameters(sinks()); }
+
+void Reducer::let_go_of_gradients() {
+  Lock lock(mutex_);
+  if (!pass_ && !stopped_ && !options_.deterministic) buckets_.let_go();
+}
+
+at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
+  Lock lock(mutex_);
+  check_alive();
+  const Sink* sink = members_.find(parameter);
+  if (sink == nullptr) return {};
+  Bucket& bucket = buckets_.of(*sink);
+  check_reduced("full_gradient of '" + sink->name + "'", &bucket);
+  at::NoGradGuard no_grad;
+  const Alone alone(bucket.lanes, bucket.device());
+  if (!team_.shards_gradient()) return sink->grad().defined() ? sink->grad().detach().clone() : at::Tensor();
+  buckets_.make_gradient(bucket);
+  const bool piece = sink->grad().defined() && !sink->grad_in_bucket() && sink->grad_is_piece();
+  at::Tensor mine = bucket.gradient;
+  if (piece && sink->grad().sizes() == sink->view.sizes()) {
+    mine = mine.clone();
+    mine.narrow(0, sink->view.storage_offset() - bucket.gradient.storage_offset(), sink->view.numel())
+        .copy_(unmarked(sink->grad()).reshape(-1));
+  }
+  const at::Tensor whole = team_.data().allocate(bucket.numel, bucket.gradient.options());
+  team_.shard().all_gather(whole, mine).wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
+  if (!sink->grad().defined()) return {};
+  if (!sink->grad_in_bucket() && !sink->grad_is_piece()) return sink->grad().detach().clone();
+  const at::Tensor gradient = view_in(whole, sink->slot.offset, parameter);
+  return gradient.to(sink->rule.bucket, /*non_blocking=*/false, /*copy=*/true);
+}
+
+void Reducer::check_reduced(const std::string& what, const Bucket* bucket) {
+  Lock lock(mutex_);
+  check_alive();
+  if (held_ && options_.deterministic) {
+    throw Error(team_.rank(), what + " before step() in deterministic mode, which sums the shares there");
+  }
+  const auto made_up = [](const Bucket& one) { return one.made_up; };
+  const bool put_off = bucket != nullptr ? bucket->made_up : std::ranges::any_of(buckets_.all(), made_up);
+  if (team_.size() == 1 || !(held_ || put_off)) return;
+  throw Error(team_.rank(), what + " while gradients of " + (held_ ? "no_sync backwards" : "backward_dw()") +
+                                " wait for their reduction; run a backward outside no_sync first");
+}
+
+}  // namespace plumb

@@ -1,0 +1,29 @@
+#include "grad/summing.h"
+
+#include "grad/in_place.h"
+#include "grad/scattered.h"
+#include "grad/tree.h"
+
+namespace plumb {
+
+void Summing::finish(Bucket& bucket, const Where& where) {
+  if (!bucket.under_way) return;
+  at::NoGradGuard no_grad;
+  finish_before(bucket, where);
+  bucket.under_way = false;
+  const Alone alone(bucket.lanes, bucket.device());
+  if (bucket.reduction) bucket.reduction->wait(where);
+  bucket.reduction.reset();
+  arrived(bucket, where);
+}
+
+std::unique_ptr<Summing> make_summing(Team& team, Buckets& buckets, Ledger& ledger, const Options& options) {
+  if (options.deterministic) return std::make_unique<Tree>(team, buckets, ledger, options.virtual_ranks);
+  if (team.shards_gradient()) {
+    const auto holding = options.hold_unsharded ? Scattered::Holding::whole : Scattered::Holding::never;
+    return std::make_unique<Scattered>(team, buckets, ledger, holding);
+  }
+  return std::make_unique<InPlace>(team, buckets, ledger);
+}
+
+}  // namespace plumb

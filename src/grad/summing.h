@@ -1,0 +1,85 @@
+// Summing: how gradients become the mean over the ranks. One interface, three policies:
+//
+//   in place    ddp, zero1           autograd sums into .grad, which is the bucket; the bucket is all-reduced
+//   scattered   zero2, zero3, hsdp   contributions are collected; their sum is reduce-scattered; .grad is this rank's piece
+//   tree        deterministic mode   each pass is one share of the batch; step() adds all ranks' shares as a binary tree
+//
+// Every policy guarantees: a contribution obeys the leaf's rule (contract 3) and is in the sum once; a reduction reads what
+// every producer wrote (contract 2); gradients that lie elsewhere (the user's, held ones) are in it, and where a parameter
+// has none, zeros. After finish(), the bucket's gradient is the mean.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "grad/buckets.h"
+#include "grad/ledger.h"
+#include "grad/pass.h"
+#include "grad/team.h"
+#include "plumb/fused.h"
+
+namespace plumb {
+
+class Summing {
+ public:
+  Summing(Team& team, Buckets& buckets, Ledger& ledger) : team_(team), buckets_(buckets), ledger_(ledger) {}
+  virtual ~Summing() = default;
+  Summing(const Summing&) = delete;
+  Summing& operator=(const Summing&) = delete;
+
+  enum class Wish { reduce, hold };  // the user's: outside and inside of no_sync
+  virtual OpenPass::Sync sync(Wish wish) const = 0;
+  // `pass` is its number in this step, from 1.
+  virtual void open_pass(int64_t /*pass*/, const std::deque<Sink>& /*sinks*/) {}
+  virtual void close_held_pass(int64_t /*pass*/) {}
+
+  // A gradient comes from autograd. What is returned is accumulated into .grad; undefined where it was collected.
+  virtual at::Tensor accept(const OpenPass& pass, Sink& sink, const at::Tensor& gradient) = 0;
+  // It was, and would lose by the next one that is added to it.
+  virtual void accumulated(Sink& sink) = 0;
+  // An operation writes a gradient itself. Between two passes there is none, and it stays here until the next reduction.
+  virtual GradTarget open_fused(const OpenPass* pass, Sink& sink) = 0;
+  virtual void wrote_fused(const OpenPass* pass, Sink& sink) = 0;
+
+  // Begins the reduction of a bucket; the caller has all of it for itself. What may travel together does with send().
+  virtual void begin(Bucket& bucket, const Where& where) = 0;
+  virtual void send() {}
+  virtual bool joins_messages() const { return false; }
+  // Waits for it.
+  void finish(Bucket& bucket, const Where& where);
+  // Whether the end of a reduction is itself a collective, which must not wait for anything else.
+  virtual bool ends_together() const { return false; }
+
+  // At step(): whether gradients held on this rank wait in buckets for a reduction, and that they are complete.
+  virtual bool holds_in_buckets() const = 0;
+  virtual void check_step(int64_t /*passes*/, const std::deque<Sink>& /*sinks*/) const {}
+  virtual void finish_step() {}
+
+  // What went wrong with a gradient while a reduction began; the others wait for that reduction all the same.
+  std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }
+
+ protected:
+  // Reductions that must end before this one does.
+  virtual void finish_before(Bucket& /*bucket*/, const Where& /*where*/) {}
+  // The collective has ended.
+  virtual void arrived(Bucket& /*bucket*/, const Where& /*where*/) {}
+  void note_failure() {
+    if (!failure_) failure_ = std::current_exception();
+  }
+  void settled_all(Sink& sink) {
+    for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
+  }
+
+  Team& team_;
+  Buckets& buckets_;
+  Ledger& ledger_;
+
+ private:
+  std::exception_ptr failure_;
+};
+
+// The policy of these options.
+std::unique_ptr<Summing> make_summing(Team& team, Buckets& buckets, Ledger& ledger, const Options& options);
+
+}  // namespace plumb

@@ -1,0 +1,92 @@
+#include "grad/traffic.h"
+
+#include <algorithm>
+
+namespace plumb {
+namespace {
+
+constexpr int64_t kTogether = 512 << 10;  // bytes of one message
+
+}  // namespace
+
+void Traffic::form_convoys(int64_t bucket_bytes) {
+  const bool dear = summing_.joins_messages();
+  const int64_t limit = std::min(kTogether, bucket_bytes);
+  int64_t bytes = 0;
+  int convoy = -1;
+  bool closed = true;
+  for (Bucket& bucket : buckets_) {
+    const int64_t more = bucket.numel * static_cast<int64_t>(sizeof(float));
+    bucket.alone = !dear || !bucket.device().is_cpu() || more > limit;
+    if (closed || bucket.alone || bytes + more > limit) {
+      ++convoy;
+      bytes = 0;
+    }
+    bucket.convoy = convoy;
+    bytes += more;
+    closed = bucket.alone;
+  }
+}
+
+size_t Traffic::end_of_convoy(size_t begin) const {
+  size_t end = begin + 1;
+  while (end < buckets_.size() && buckets_[end].convoy == buckets_[begin].convoy) ++end;
+  return end;
+}
+
+void Traffic::launch_ready(const Where& where) {
+  while (next_ < buckets_.size()) {
+    const size_t end = end_of_convoy(next_);
+    if (end == buckets_.size()) return;
+    for (size_t i = next_; i < end; ++i) {
+      if (buckets_[i].waiting > 0) return;
+    }
+    launch_convoy(where);
+  }
+}
+
+void Traffic::launch_rest(const Where& where) {
+  while (next_ < buckets_.size()) launch_convoy(where);
+}
+
+void Traffic::launch_convoy(const Where& where) {
+  for (const size_t end = end_of_convoy(next_); next_ < end; ++next_) {
+    if (!buckets_[next_].launched && !buckets_[next_].frozen) begin(buckets_[next_], where);
+  }
+  summing_.send();
+}
+
+void Traffic::launch(Bucket& bucket, const Where& where) {
+  begin(bucket, where);
+  summing_.send();
+}
+
+void Traffic::begin(Bucket& bucket, const Where& where) {
+  at::NoGradGuard no_grad;
+  bucket.launched = true;
+  bucket.made_up = false;
+  if (fault_ == Fault::reduce_never && bucket.index == 0) return;
+  bucket.under_way = true;
+  const Alone alone(bucket.lanes, bucket.device());  // contract 2: a reduction waits for every producer
+  summing_.begin(bucket, where);
+}
+
+void Traffic::reduce_and_wait(const std::vector<bool>& which, const Where& where) {
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i]) begin(buckets_[i], where);
+  }
+  summing_.send();
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i]) summing_.finish(buckets_[i], where);
+  }
+}
+
+void Traffic::finish_all(const Where& where) {
+  for (Bucket& bucket : buckets_) {
+    Where detailed = where;
+    detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
+    summing_.finish(bucket, detailed);
+  }
+}
+
+}  // namespace plumb

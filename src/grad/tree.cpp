@@ -1,0 +1,147 @@
+#include "grad/tree.h"
+
+#include <ATen/ATen.h>
+
+namespace plumb {
+namespace {
+
+// The sum of rows [begin, end) as a binary tree: halves first, then their sum. In place, in row `begin`.
+void sum_tree(const std::vector<at::Tensor>& rows, size_t begin, size_t end) {
+  if (end - begin < 2) return;
+  const size_t middle = begin + (end - begin) / 2;
+  sum_tree(rows, begin, middle);
+  sum_tree(rows, middle, end);
+  rows[begin].add_(rows[middle]);
+}
+
+// How many sums of the tree over the leaves [begin, end) are complete once leaf `leaf` is there.
+int sums_after(int64_t leaf, int64_t begin, int64_t end) {
+  if (end - begin < 2) return 0;
+  const int64_t middle = begin + (end - begin) / 2;
+  const int inside = leaf < middle ? sums_after(leaf, begin, middle) : sums_after(leaf, middle, end);
+  return inside + (leaf == end - 1 ? 1 : 0);
+}
+
+}  // namespace
+
+at::Tensor Tree::memory_for(const Bucket& bucket) {
+  const Alone alone(const_cast<Bucket&>(bucket).lanes,
+                    bucket.device());  // memory is first the lane's that asked for it
+  return team_.data().allocate(bucket.numel, at::TensorOptions().dtype(bucket.dtype).device(bucket.device()));
+}
+
+// Gradients the user dropped since the last share are dropped from the sums too.
+void Tree::open_pass(int64_t pass, const std::deque<Sink>& sinks) {
+  at::NoGradGuard no_grad;
+  if (pass == 1) return;
+  for (const Sink& sink : sinks) {
+    Bucket& bucket = buckets_.of(sink);
+    if (!sink.grad().defined()) {
+      const Alone alone(bucket.lanes, bucket.device());
+      for (at::Tensor& sum : bucket.incoming.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
+    } else if (sink.changed_in_place()) {
+      throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
+                                    "' was changed in place between two backwards of one deterministic step, whose "
+                                    "shares are summed at step(); scale the loss, or clear gradients with zero_grad()");
+    }
+  }
+}
+
+// The share joins the sums of those before it, wherever the tree says so.
+void Tree::close_held_pass(int64_t pass) {
+  at::NoGradGuard no_grad;
+  const int64_t count = shares_per_step();
+  if (pass > count) return;  // step() says so
+  const auto join = [&](std::vector<at::Tensor>& shares, const at::Tensor& share, int64_t which) {
+    shares.push_back(share);
+    for (int sums = sums_after(which - 1, 0, count); sums > 0; --sums) {
+      shares[shares.size() - 2].add_(shares.back());
+      keep_for_current(shares.back());
+      shares.pop_back();
+    }
+  };
+  for (Bucket& bucket : buckets_) {
+    if (bucket.frozen && !bucket.wanted()) continue;
+    const Alone alone(bucket.lanes, bucket.device());
+    buckets_.make_gradient(bucket);
+    for (Sink* sink : bucket.sinks) {
+      const bool contributed = sink->contributed || (sink->grad().defined() && !sink->grad_in_bucket());
+      if (!sink->grad().defined() && contributed) sink->view.zero_();
+      sink->contributed = contributed;
+    }
+    complete_incoming(bucket);
+    for (Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined() && sink->contributed) sink->grad() = sink->shown;
+      sink->contributed = false;
+    }
+    std::vector<at::Tensor>& shares = bucket.incoming.shares;
+    // Shares that a frozen bucket had no part in were zeros.
+    const int64_t missing = bucket.frozen && shares.empty() ? pass - 1 : 0;
+    for (int64_t which = 1; which <= missing; ++which) join(shares, at::zeros_like(bucket.incoming.sum), which);
+    join(shares, bucket.incoming.sum, pass);
+    bucket.incoming.sum.reset();
+    bucket.incoming.memory.reset();
+  }
+}
+
+void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
+  const int64_t count = shares_per_step();
+  for (const Sink& sink : sinks) {
+    if (passes == 0 || !sink.changed_in_place()) continue;
+    throw Error(team_.rank(),
+                "the gradient of parameter '" + sink.name +
+                    "' was changed in place before step() in deterministic mode, which sums the shares only "
+                    "there, so that the change would be lost; scale the loss, use Options::clip_norm, or "
+                    "clear the gradient");
+  }
+  if (passes == 0 || passes == count) return;
+  throw Error(team_.rank(), "step() after " + std::to_string(passes) + " backwards in deterministic mode; expected " +
+                                std::to_string(count) + ", one for each of this rank's shares (virtual_ranks " +
+                                std::to_string(virtual_ranks_) + " over " + std::to_string(team_.size()) + " ranks)");
+}
+
+void Tree::begin(Bucket& bucket, const Where& where) {
+  buckets_.make_gradient(bucket, bucket.has_gradient() ? Buckets::Blank::yes : Buckets::Blank::no);
+  if (!bucket.incoming.shares.empty()) {
+    bucket.incoming.sum = bucket.incoming.shares.front();
+    bucket.incoming.shares.clear();
+    for (Sink* sink : bucket.sinks) sink->collected = 1;  // the sums hold something, zeros at least, for all of them
+  }
+  complete_incoming(bucket);
+  ledger_.reduced(bucket.index);
+  open_target(bucket);
+  Where detailed = where;
+  detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
+  reduce(bucket, detailed);
+}
+
+// The ranks' sums, added as the upper part of the tree that the shares of each rank began.
+void Tree::reduce(Bucket& bucket, const Where& where) {
+  auto sum_over = [&](Group& group, const at::Tensor& whole) {
+    if (group.size() == 1) return whole;
+    const at::Tensor parts = group.all_to_all(whole, where);
+    const std::vector<at::Tensor> rows = parts.chunk(group.size());
+    sum_tree(rows, 0, rows.size());
+    return rows[0];
+  };
+  at::Tensor part = sum_over(team_.shard(), bucket.incoming.sum);
+  if (team_.replicate().size() > 1) {
+    const at::Tensor piece = sum_over(team_.replicate(), part.contiguous());
+    part = at::empty_like(part);
+    team_.replicate().all_gather(part, piece.contiguous()).wait(where);
+  }
+  part = part * (1.0 / team_.size());
+  const at::Tensor& target = bucket.target();
+  if (target.numel() == part.numel()) {
+    target.copy_(part);
+  } else {
+    team_.shard().all_gather(target, part).wait(where);
+  }
+}
+
+void Tree::arrived(Bucket& bucket, const Where&) {
+  close_target(bucket);
+  bucket.incoming.memory.reset();
+}
+
+}  // namespace plumb

@@ -1,0 +1,72 @@
+#include "grad/weights.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "plumb/error.h"
+
+namespace plumb {
+
+// Small ones first: one is enough, and mostly it is among them.
+bool Weights::holds(const std::deque<Sink>& sinks) const {
+  constexpr int64_t small_numel = 1 << 12;
+  const auto holds = [&](const Sink& sink) {
+    if (!sink.grad().defined()) return false;
+    const at::Tensor& gradient = sink.grad_in_bucket() ? sink.view : sink.grad();
+    return zeroed_ == Zeroed::is_kept || gradient.detach().ne(0).any().item<bool>();
+  };
+  const auto is_small = [](const Sink& sink) { return sink.parameter.numel() <= small_numel; };
+  return std::ranges::any_of(sinks, [&](const Sink& sink) { return is_small(sink) && holds(sink); }) ||
+         std::ranges::any_of(sinks, [&](const Sink& sink) { return !is_small(sink) && holds(sink); });
+}
+
+void Weights::check(int rank, double weight) {
+  if (!(weight >= 0) || !std::isfinite(weight)) {
+    throw Error(rank, c10::str("a backward of weight ", weight,
+                               "; a weight is how many things the loss sums over, and not negative"));
+  }
+}
+
+void Weights::weigh(double weight, const std::deque<Sink>& sinks) {
+  check(rank_, weight);
+  const bool there = holds(sinks);
+  if (count_ == 0 && there) {
+    throw Error(
+        rank_,
+        "a backward with a weight adds to gradients that are no sum of weighted losses (of the last step, or set "
+        "by hand); clear them with zero_grad() first");
+  }
+  if (held_ && !there) sum_ = 0;  // they were cleared, and what they weighed with them
+  sum_ += weight;
+  ++count_;
+}
+
+void Weights::weighed(const std::deque<Sink>& sinks) {
+  if (count_ > 0) held_ = holds(sinks);
+}
+
+void Weights::add(const std::vector<Facts>& all) {
+  if (std::ranges::all_of(all, [](const Facts& facts) { return facts.weighted == 0; })) return;
+  double total = 0;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const Facts& facts = all[rank];
+    if (facts.weighted != facts.pass) {
+      throw Error(rank_, c10::str("rank ", rank, " gave a weight to ", facts.weighted, " of its ", facts.pass,
+                                  " backwards of this step; every backward of a step has one, on every rank, or "
+                                  "none has (a rank with nothing to contribute has weight 0)"));
+    }
+    total += facts.weight;
+  }
+  if (total == 0) throw Error(rank_, "the weights of all backwards of this step are 0: there is no mean to take");
+  factor_ = static_cast<double>(all.size()) / total;
+}
+
+double Weights::take_factor() {
+  const double factor = factor_;
+  forget();
+  return factor;
+}
+
+}  // namespace plumb

@@ -1,0 +1,44 @@
+// Weights: a step whose backwards are of sums (over tokens, say) is the mean over everything that was summed, on all ranks.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "grad/facts.h"
+#include "grad/sink.h"
+
+namespace plumb {
+
+class Weights {
+ public:
+  // Deterministic mode keeps its sums elsewhere, and refuses gradients that were zeroed in place.
+  enum class Zeroed { is_cleared, is_kept };
+  Weights(int rank, Zeroed zeroed) : rank_(rank), zeroed_(zeroed) {}
+
+  // An Error unless it is a number of things.
+  static void check(int rank, double weight);
+  // A backward is of a sum over `weight` things. Those of one step all are, or none is.
+  void weigh(double weight, const std::deque<Sink>& sinks);
+  // It has ended: are the gradients there that the weight stands for? Whoever clears them need not tell.
+  void weighed(const std::deque<Sink>& sinks);
+
+  double sum() const { return sum_; }
+  int64_t count() const { return count_; }
+  // At a step: what everybody's weights make of the mean over the ranks. An Error if they do not fit.
+  void add(const std::vector<Facts>& all);
+  // What the mean over the ranks is to be multiplied by. Once; 1 from then on.
+  double take_factor();
+  void forget() { *this = Weights(rank_, zeroed_); }
+
+ private:
+  bool holds(const std::deque<Sink>& sinks) const;  // gradients that are not zero
+
+  int rank_;
+  Zeroed zeroed_;
+  double sum_ = 0;     // of this rank's backwards of this step, as far as their gradients are still there
+  int64_t count_ = 0;  // backwards of this step that had one
+  double factor_ = 1;  // see take_factor()
+  bool held_ = false;  // gradients were there when the last of them ended
+};
+
+}  // namespace plumb

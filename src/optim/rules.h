@@ -1,0 +1,38 @@
+// Rules: what each optimizer does to one run of flat memory, and which memory it needs for that.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "plumb/optim.h"
+
+namespace plumb {
+
+// The optimizer's running values, each as large as the weights.
+struct Moments {
+  bool momentum = false;
+  bool mean = false;
+  bool square = false;
+};
+Moments moments_of(const Optimizer& optimizer);
+// Whether an update depends on how many there were before it.
+bool counts_updates(const Optimizer& optimizer);
+
+// One run: flat tensors of one real dtype, of which those of moments_of() are defined.
+struct Operands {
+  at::Tensor weight, gradient, momentum, mean, square;
+  at::Tensor count;  // of updates, with this one; undefined unless counts_updates()
+  bool first = false;
+  double lr = 0.0;
+  double weight_decay = 0.0;
+};
+// Updates weight and moments in place; the gradient is only read.
+void update(const Optimizer& optimizer, const Operands& run);
+
+// An Error if the values make no sense.
+void check_values(int rank, const Optimizer& optimizer);
+
+// Of an optimizer that has none: 0.
+double lr_of(const Optimizer& optimizer);
+double weight_decay_of(const Optimizer& optimizer);
+
+}  // namespace plumb

@@ -1,0 +1,236 @@
+// Loss scaling: gradients are divided once, whatever happens between a backward and the step that uses them.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "engine/support/plain.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using testing::HasSubstr;
+
+std::vector<at::Tensor> ones(double value) {
+  std::vector<at::Tensor> all;
+  for (const auto* shapes : {&Parts::kInside, &Parts::kOutside}) {
+    for (const auto& shape : *shapes) all.push_back(at::full(shape, value, at::kDouble));
+  }
+  return all;
+}
+
+class LossScaleIn : public testing::TestWithParam<std::string> {
+ protected:
+  // `program` on two ranks, with SGD of rate 1: parameters end `drop` below where they began, on every rank.
+  void falls_by(double drop, const std::function<void(Engine&, Parts&, const World&)>& program, LossScale rule = {}) {
+    run_local(2, [&](World world) {
+      Parts model(5);
+      std::vector<at::Tensor> before;
+      for (const auto& p : model.parameters()) before.push_back(p.detach().clone());
+      Options options;
+      options.strategy = GetParam();
+      options.loss_scale = rule;
+      options.clip_norm = 1e9;
+      options.bucket_bytes = options.first_bucket_bytes = 200;
+      Engine engine(world, model, SGD{.lr = 1}, options);
+      program(engine, model, world);
+      const auto parameters = model.parameters();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_LT(distance(engine.full_parameter(parameters[i]), before[i] - drop), 1e-12)
+            << GetParam() << ", rank " << world.rank() << ", parameter " << i;
+      }
+    });
+  }
+};
+
+TEST_P(LossScaleIn, GradientsKeptOverAStepAreNotDividedAgain) {
+  falls_by(6, [](Engine& engine, Parts& model, const World&) {
+    engine.backward(model.loss(ones(2)));
+    for (int i = 0; i < 3; ++i) engine.step();
+  });
+}
+
+TEST_P(LossScaleIn, NewGradientsAreAddedToKeptOnesAsInOneProcess) {
+  // 2, then 2 + 3, then 2 + 3 + 5, the last two backwards in another scale than the first.
+  for (const bool holds : {false, true}) {
+    falls_by(17,
+             [&](Engine& engine, Parts& model, const World& world) {
+               for (const double value : {2.0, 3.0, 5.0}) {
+                 std::optional<NoSync> quiet;
+                 if (holds) quiet.emplace(engine);
+                 engine.scale(model.loss(ones(value * (world.rank() ? 0.5 : 1.5)))).backward();
+                 quiet.reset();
+                 engine.step();
+               }
+             },
+             {.initial = 1024, .interval = 1});
+  }
+}
+
+TEST_P(LossScaleIn, GradientsSetByHandBeforeTheFirstBackwardCountAsTheyAre) {
+  if (GetParam() != "ddp" && GetParam() != "zero1")
+    return;  // elsewhere a whole gradient is a contribution, the same road
+  falls_by(5, [](Engine& engine, Parts& model, const World&) {
+    const auto wanted = ones(3);
+    const auto parameters = model.parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = wanted[i].clone();
+    engine.backward(model.loss(ones(2)));
+    engine.step();
+  });
+}
+
+TEST_P(LossScaleIn, AStepThatWasRefusedCanBeRepeated) {
+  falls_by(3 + 2,
+           [](Engine& engine, Parts& model, const World& world) {
+             engine.backward(model.loss(ones(3)));
+             engine.step();
+             engine.zero_grad();
+             engine.backward(model.loss(ones(2)));
+             // Something that every rank finds wrong: a parameter that went to another dtype; with units, one that is in use.
+             const at::Tensor bad = GetParam() == "zero3" ? at::Tensor() : model.parameters()[4];
+             const at::Tensor whole = bad.defined() ? bad.detach().clone() : bad;
+             {
+               std::optional<Gathered> scope;
+               if (bad.defined()) {
+                 at::Tensor(bad).set_data(bad.to(at::kFloat));
+               } else {
+                 scope.emplace(engine, std::vector<at::Tensor>{model.parameters()[0]}, Access::read);
+               }
+               EXPECT_THROW(engine.step(), Error) << world.rank();
+               EXPECT_THROW(engine.step(), Error) << world.rank();
+             }
+             if (bad.defined()) at::Tensor(bad).set_data(whole);
+             const StepInfo info = engine.step();
+             EXPECT_EQ(info.step, 1);
+             EXPECT_NEAR(info.grad_norm.item<double>(), 2 * std::sqrt(35 + 3 + 1 + 24 + 37 + 1 + 16 + 5), 1e-9);
+             EXPECT_EQ(info.loss_scale, 65536);
+             EXPECT_EQ(engine.impl().scaler.scale(), 65536) << "two good steps were counted, not four";
+           },
+           {.interval = 3});
+}
+
+// The scale may change between engine.scale(loss) and the backward, and between two backwards of one graph.
+TEST_P(LossScaleIn, ALossScaledBeforeAStepCountsTheSameAfterIt) {
+  falls_by(2 + 3 + 3,
+           [](Engine& engine, Parts& model, const World&) {
+             const at::Tensor one = engine.scale(model.loss(ones(2))), other = engine.scale(model.loss(ones(3)));
+             one.backward();
+             engine.step();
+             engine.zero_grad();
+             for (int i = 0; i < 2; ++i) {
+               other.backward({}, /*retain_graph=*/true);
+               engine.step();
+               engine.zero_grad();
+             }
+           },
+           {.initial = 1024, .growth = 4, .interval = 1});
+}
+
+TEST_P(LossScaleIn, GradientsOfASkippedStepStayInTheirScale) {
+  falls_by(2 + 3,
+           [](Engine& engine, Parts& model, const World& world) {
+             auto gradients = ones(2);
+             if (world.rank() == 1) gradients[4][3] = NAN;
+             engine.backward(model.loss(gradients));
+             EXPECT_TRUE(engine.step().skipped);
+             // The user mends what was broken, and goes on in the lower scale.
+             const at::Tensor hurt = model.parameters()[4];
+             hurt.mutable_grad().nan_to_num_(2 * 1024.0);
+             engine.backward(model.loss(ones(3)));
+             const StepInfo info = engine.step();
+             EXPECT_FALSE(info.skipped);
+             EXPECT_EQ(info.loss_scale, 256);
+           },
+           {.initial = 1024, .backoff = 0.25});
+}
+
+TEST_P(LossScaleIn, TheNormIsThatOfTheTrueGradients) {
+  falls_by(0.5, [](Engine& engine, Parts& model, const World&) {
+    const double wanted = 0.5 * std::sqrt(35 + 3 + 1 + 24 + 37 + 1 + 16 + 5);
+    engine.backward(model.loss(ones(0.5)));
+    EXPECT_NEAR(engine.grad_norm().item<double>(), wanted, 1e-12);
+    engine.step();
+    EXPECT_NEAR(engine.grad_norm().item<double>(), wanted, 1e-12) << "kept over the step";
+    engine.zero_grad();
+    EXPECT_EQ(engine.grad_norm().item<double>(), 0);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, LossScaleIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
+                         [](const auto& info) { return info.param; });
+
+// Gradients in memory of their own: a graph of their own, one tensor for two parameters.
+TEST(LossScale, KeptGradientsInMemoryOfTheirOwnAreBroughtToTheScaleOnce) {
+  at::Tensor a = at::zeros({3}, at::kDouble).requires_grad_(), b = at::zeros({3}, at::kDouble).requires_grad_();
+  Options options;
+  options.loss_scale = LossScale{.initial = 64};
+  Engine engine(World(), NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, options);
+  engine.backward((0 * a + 0 * b).sum());  // the buckets take their order
+  engine.step();
+  engine.zero_grad();
+  engine.scale((a * a * a / 3 + a + b).sum()).backward({}, std::nullopt, /*create_graph=*/true);
+  engine.step();
+  EXPECT_TRUE(a.allclose(at::full({3}, -1.0, at::kDouble))) << a;
+  const at::Tensor one = at::full({3}, 2.0, at::kDouble);
+  a.mutable_grad() = one;
+  b.mutable_grad() = one;
+  engine.backward((a + b).sum());
+  engine.step();
+  EXPECT_TRUE(a.allclose(at::full({3}, -4.0, at::kDouble))) << a;
+  EXPECT_TRUE(b.allclose(at::full({3}, -4.0, at::kDouble))) << b;
+  EXPECT_TRUE(one.eq(2).all().item<bool>()) << "the user's own tensor";
+}
+
+// Growth, backoff and interval to exact counts, over drawn sequences of good and bad steps.
+TEST(LossScale, GrowsAndBacksOffByExactCounts) {
+  for (uint64_t seed = 1; seed <= 300; ++seed) {
+    SCOPED_TRACE(seed);
+    Draw draw(seed);
+    const LossScale rule{draw.of<double>({1, 8, 65536}), draw.of<double>({1, 2, 3}), draw.of<double>({0.5, 0.25}),
+                         draw.whole(1, 5)};
+    Scaler scaler(rule);
+    std::vector<bool> history;
+    for (int step = 0; step < 40; ++step) {
+      // Counted from the history alone: since the last bad step, every `interval` good ones make it grow once.
+      double wanted = rule.initial;
+      int64_t run = 0;
+      for (const bool skipped : history) {
+        run = skipped ? 0 : run + 1;
+        if (skipped) wanted *= rule.backoff;
+        if (!skipped && run % rule.interval == 0) wanted *= rule.growth;
+      }
+      ASSERT_DOUBLE_EQ(scaler.scale(), wanted) << "after " << step << " steps";
+      history.push_back(draw.one_in(4));
+      scaler.settle(history.back());
+    }
+  }
+  const Scaler off(std::nullopt);
+  EXPECT_FALSE(off.on());
+  EXPECT_EQ(off.scale(), 1);
+  const at::Tensor loss = at::ones({});
+  EXPECT_TRUE(off.scaled(loss).is_same(loss));
+}
+
+TEST(LossScale, ASkippedStepChangesNothingButBuffers) {
+  run_local(2, [](World world) {
+    at::Tensor weight = at::ones({4}, at::kDouble).requires_grad_();
+    at::Tensor buffer = at::full({2}, world.rank() + 1.0);
+    Options options;
+    options.loss_scale = LossScale{};
+    options.clip_norm = 1;
+    Engine engine(world, NamedTensors{{"w", weight}}, NamedTensors{{"b", buffer}}, Adam{.weight_decay = 1}, options);
+    buffer.fill_(world.rank() + 5.0);
+    engine.backward((weight * (world.rank() ? NAN : 1.0)).sum());
+    const StepInfo info = engine.step();
+    EXPECT_TRUE(info.skipped);
+    EXPECT_FALSE(info.grad_norm.defined());
+    EXPECT_TRUE(weight.eq(1).all().item<bool>());
+    EXPECT_TRUE(buffer.eq(5).all().item<bool>()) << "rank 0's, after every step";
+    engine.zero_grad();
+    engine.backward(weight.sum());
+    EXPECT_EQ(engine.step().step, 1);
+  });
+}
+
+}  // namespace
+}  // namespace plumb

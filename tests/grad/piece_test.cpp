@@ -1,0 +1,481 @@
+// A piece of a sharded gradient knows that it is one: what is done to it gives what one process would get, or an error.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <limits>
+#include <sstream>
+
+#include "grad/piece.h"
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Sizes over which cuts fall inside parameters, between them, and beside empty and single ones.
+const std::vector<std::vector<int64_t>> kShapes = {{3, 5}, {7}, {}, {2, 3, 2}, {0}, {1}, {16}, {33}};
+
+struct Inside : torch::nn::Module {
+  Inside(size_t begin, size_t end, at::ScalarType dtype) {
+    for (size_t i = begin; i < end; ++i) {
+      weights.push_back(register_parameter("w" + std::to_string(i), torch::zeros(kShapes[i], dtype)));
+    }
+  }
+  at::Tensor forward(const std::function<at::Tensor(const at::Tensor& weight)>& use) {
+    at::Tensor sum = torch::zeros({});
+    for (const at::Tensor& weight : weights) sum = sum + use(weight);
+    return sum;
+  }
+  std::vector<at::Tensor> weights;
+};
+
+// Two units, where parameters are sharded, too.
+struct Bag : torch::nn::Module {
+  explicit Bag(at::ScalarType dtype) {
+    front = register_module("front", std::make_shared<Inside>(0, 4, dtype));
+    back = register_module("back", std::make_shared<Inside>(4, kShapes.size(), dtype));
+    for (auto* unit : {&front, &back}) {
+      const auto& inside = (*unit)->weights;
+      weights.insert(weights.end(), inside.begin(), inside.end());
+    }
+  }
+  // Rank r's gradient of every element is another number, of both signs, and some are zero.
+  void backward(int rank) {
+    size_t i = 0;
+    const auto use = [&](const at::Tensor& weight) { return (weight.to(at::kFloat) * wanted(i++, rank)).sum(); };
+    const at::Tensor first = front->forward(use);
+    (first + back->forward(use)).backward();
+  }
+  at::Tensor wanted(size_t i, int rank) const {
+    const int64_t numel = weights[i].numel();
+    const at::Tensor row = torch::arange(numel, at::kFloat);
+    return ((row * 7 + static_cast<double>(i) * 3) % 11 - 4 + rank * (row.remainder(3) - 1)).view(weights[i].sizes());
+  }
+  Unit<Inside> front{nullptr}, back{nullptr};
+  std::vector<at::Tensor> weights;
+};
+
+struct Setting {
+  std::string strategy;
+  int ranks;
+  at::ScalarType dtype;
+};
+
+class PieceIn : public testing::TestWithParam<std::tuple<std::string, int, at::ScalarType>> {
+ protected:
+  Setting setting() const { return {std::get<0>(GetParam()), std::get<1>(GetParam()), std::get<2>(GetParam())}; }
+
+  // The same program on every rank's gradients and on whole ones in one process; then all gradients are compared.
+  void compare(const std::function<std::vector<double>(std::vector<at::Tensor>& parameters)>& program) const {
+    const Setting now = setting();
+    Bag one(now.dtype);
+    for (size_t i = 0; i < one.weights.size(); ++i) {
+      at::Tensor sum = torch::zeros(one.weights[i].sizes());
+      for (int rank = 0; rank < now.ranks; ++rank) sum += one.wanted(i, rank);
+      one.weights[i].mutable_grad() = (sum / now.ranks).to(now.dtype);
+    }
+    const std::vector<double> expected = program(one.weights);
+    const double tolerance = now.dtype == at::kBFloat16 ? 2e-2 : 2e-6;
+    run_local(now.ranks,
+              [&](World world) {
+                Bag bag(now.dtype);
+                Options options;
+                options.strategy = now.strategy;
+                options.bucket_bytes = options.first_bucket_bytes = 200;
+                if (now.strategy == "hsdp" && now.ranks == 4) options.mesh = {.replicate = 2, .shard = 2};
+                Engine engine(world, bag, SGD{.lr = 1}, options);
+                bag.backward(world.rank());
+                const std::vector<double> found = program(bag.weights);
+                ASSERT_EQ(found.size(), expected.size());
+                for (size_t i = 0; i < found.size(); ++i) {
+                  if (std::isnan(expected[i])) {
+                    EXPECT_TRUE(std::isnan(found[i]))
+                        << "number " << i << " on rank " << world.rank() << ": " << found[i];
+                  } else if (found[i] != expected[i]) {
+                    EXPECT_NEAR(found[i], expected[i], tolerance * (1 + std::abs(expected[i])))
+                        << "number " << i << " on rank " << world.rank();
+                  }
+                }
+                engine.step();
+                for (size_t i = 0; i < bag.weights.size(); ++i) {
+                  const at::Tensor whole = engine.full_gradient(bag.weights[i]);
+                  const at::Tensor parameter = engine.full_parameter(bag.weights[i]);
+                  ASSERT_EQ(whole.defined(), one.weights[i].grad().defined()) << "w" << i;
+                  if (!whole.defined()) continue;
+                  const at::Tensor reference = one.weights[i].grad();
+                  EXPECT_TRUE(at::allclose(whole.to(at::kDouble), reference.to(at::kDouble), tolerance, tolerance))
+                      << "w" << i << " on rank " << world.rank() << ": " << whole << "\ninstead of " << reference;
+                  EXPECT_TRUE(at::allclose(parameter.to(at::kDouble), -reference.to(at::kDouble), tolerance, tolerance))
+                      << "w" << i;
+                }
+              },
+              {.timeout = std::chrono::seconds(60)});
+  }
+};
+
+TEST_P(PieceIn, ClippingByTheNormOfAllIsThatOfOneProcess) {
+  for (const double order : {2.0, 1.0, kInfinity, 3.0}) {
+    compare([&](std::vector<at::Tensor>& parameters) {
+      std::vector<at::Tensor> filled;  // libtorch's own has no inf-norm of nothing
+      for (const at::Tensor& p : parameters) {
+        if (p.numel() > 0 || order != kInfinity) filled.push_back(p);
+      }
+      return std::vector<double>{torch::nn::utils::clip_grad_norm_(filled, 1.0, order)};
+    });
+  }
+}
+
+TEST_P(PieceIn, ClippingOneParameterLeavesTheOthersAlone) {
+  for (const size_t which : {0, 1, 3, 5, 7}) {
+    compare([&](std::vector<at::Tensor>& parameters) {
+      return std::vector<double>{torch::nn::utils::clip_grad_norm_(parameters[which], 0.5)};
+    });
+  }
+}
+
+TEST_P(PieceIn, ClippingByValueIsThatOfOneProcess) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    torch::nn::utils::clip_grad_value_(parameters, 1.5);
+    return std::vector<double>{};
+  });
+}
+
+TEST_P(PieceIn, NormalisingEveryGradientByItselfIsThatOfOneProcess) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    for (at::Tensor& p : parameters) {
+      if (p.numel() == 0) continue;
+      p.mutable_grad() /= p.grad().norm() + 1e-3;
+      p.mutable_grad() -= p.grad().mean();
+      if (p.numel() > 1) p.mutable_grad() = p.grad() / (p.grad().std() + 1);
+      if (p.numel() == 1) p.mutable_grad().add_(p.grad().item<double>());
+    }
+    return std::vector<double>{};
+  });
+}
+
+// What Python's clip_grad_norm_ and get_total_norm do.
+TEST_P(PieceIn, ClippingThroughListsIsThatOfOneProcess) {
+  for (const double order : {2.0, 1.0, 0.0, kInfinity}) {
+    compare([&](std::vector<at::Tensor>& parameters) {
+      std::vector<at::Tensor> gradients;
+      for (const at::Tensor& p : parameters) {
+        if (p.numel() > 0) gradients.push_back(p.grad());
+      }
+      const at::Tensor total = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, order)), order);
+      at::_foreach_mul_(gradients, (1.0 / (total + 1e-6)).clamp_max(1.0));
+      const at::Tensor most = at::stack(at::_foreach_max(gradients)).max();
+      const at::Tensor wide = at::stack(at::_foreach_norm(gradients, order, at::kDouble)).sum();
+      EXPECT_EQ(wide.scalar_type(), at::kDouble);
+      return std::vector<double>{total.item<double>(), most.item<double>(), wide.item<double>()};
+    });
+  }
+}
+
+// What GradScaler does, with numbers that are not finite on one rank alone.
+TEST_P(PieceIn, UnscalingIsThatOfOneProcess) {
+  for (const double bad : {0.0, kInfinity, std::numeric_limits<double>::quiet_NaN()}) {
+    compare([&](std::vector<at::Tensor>& parameters) {
+      std::vector<at::Tensor> gradients;
+      for (const at::Tensor& p : parameters) gradients.push_back(p.grad());
+      // In one element of one parameter: only one rank holds it.
+      gradients[7].add_(at::where(gradients[7] == gradients[7].max(), bad, 0.0));
+      const at::Tensor found = torch::zeros({1}), scale = torch::full({}, 0.25);
+      at::_amp_foreach_non_finite_check_and_unscale_(gradients, const_cast<at::Tensor&>(found), scale);
+      const double finite = gradients[7].isfinite().all().item<bool>();
+      for (at::Tensor& gradient : gradients) gradient.nan_to_num_(1.0, 2.0, 3.0);
+      return std::vector<double>{found.item<double>(), finite};
+    });
+  }
+}
+
+TEST_P(PieceIn, EveryFullReductionIsThatOfOneProcess) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    std::vector<double> numbers;
+    const auto say = [&](const at::Tensor& number) {
+      EXPECT_EQ(number.dim(), 0);
+      numbers.push_back(number.to(at::kDouble).item<double>());
+    };
+    for (const at::Tensor& p : parameters) {
+      const at::Tensor& g = p.grad();
+      say(g.sum());
+      say(g.mean());
+      say(g.nansum());
+      say(g.count_nonzero());
+      say(g.isnan().any());
+      say(g.isfinite().all());
+      say((g > 100).any());
+      say((g > -100).all());
+      say((g > 0).sum());
+      for (const double order : {0.0, 1.0, 2.0, 2.5}) say(g.norm(order));
+      say(at::linalg_vector_norm(g, 2, std::nullopt, false, at::kDouble));
+      say(at::linalg_norm(g));
+      if (g.numel() == 0 && p.numel() == 0) continue;
+      say(g.max());
+      say(g.min());
+      say(g.amax());
+      say(g.amin());
+      say((g * 3).to(at::kInt).max());
+      say((g != g).max());
+      const auto [low, high] = g.aminmax();
+      say(low);
+      say(high);
+      say(g.norm(kInfinity));
+      say(g.norm(-kInfinity));
+      say(at::linalg_vector_norm(g.add(0.25), -1));
+      say(g.div(4).prod());
+      say(g.var(/*unbiased=*/false));
+      say(g.var(/*unbiased=*/true));
+      say(g.std(/*unbiased=*/false));
+      say(std::get<1>(at::std_mean(g, /*unbiased=*/false)));
+      if (p.numel() == 1) numbers.insert(numbers.end(), {g.item<double>(), 1.0 * g.is_nonzero()});
+      std::vector<int64_t> all(p.dim());
+      for (int64_t i = 0; i < p.dim(); ++i) all[i] = i;
+      say(g.sum(all));
+    }
+    return numbers;
+  });
+}
+
+TEST_P(PieceIn, ElementwiseProgramsAreThoseOfOneProcess) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    for (at::Tensor& p : parameters) {
+      at::Tensor& g = p.mutable_grad();
+      const at::Tensor average = at::zeros_like(g).lerp_(g, 0.5), kept = g.clone();
+      g = at::where(g > 0, g.square(), -g).addcmul(average, average, 0.1).detach();
+      g.masked_fill_(g > 9, 9).clamp_min_(-3).mul_(kept.abs().add(1).reciprocal());
+      g.flatten().add_(1);
+      g.copy_(g.to(at::kDouble).view({-1}).neg().view_as(g));
+      g.add_(at::full_like(g, 0.5)).sub_(torch::full({}, 0.25)).div_(torch::full({}, 2.0));
+      EXPECT_TRUE(g.equal(g.clone()));
+      EXPECT_FALSE(p.numel() > 0 && g.equal(g + 1));
+      EXPECT_TRUE(at::allclose(g, g + 1e-12));
+    }
+    return std::vector<double>{};
+  });
+}
+
+TEST_P(PieceIn, AGradientReplacedByAComputedOneIsTakenAsThat) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    for (at::Tensor& p : parameters) p.mutable_grad() = p.grad() * 0.5 + at::ones_like(p.grad());
+    return std::vector<double>{};
+  });
+}
+
+std::string name_of(const testing::TestParamInfo<std::tuple<std::string, int, at::ScalarType>>& info) {
+  return std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param)) + "_" +
+         c10::toString(std::get<2>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, PieceIn,
+                         testing::Combine(testing::Values("ddp", "zero2", "zero3", "hsdp"), testing::Values(1, 2, 3, 4),
+                                          testing::Values(at::kFloat, at::kBFloat16)),
+                         name_of);
+
+// ---- errors
+
+struct One : torch::nn::Module {
+  explicit One(at::IntArrayRef shape = {6, 10}) { p = register_parameter("p", torch::zeros(shape)); }
+  at::Tensor p;
+};
+
+// What `program` throws on each of two ranks in zero2, and "none" where it does not.
+std::vector<std::string> errors(const std::function<void(const at::Tensor& p, int rank, Engine& engine)>& program,
+                                std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+  std::vector<std::string> texts(2, "none");
+  run_local(2,
+            [&](World world) {
+              One model;
+              Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+              (model.p * torch::arange(60).view({6, 10})).sum().backward();
+              try {
+                program(model.p, world.rank(), engine);
+              } catch (const Error& error) {
+                texts[world.rank()] = error.what();
+              }
+            },
+            {.timeout = timeout});
+  return texts;
+}
+
+TEST(Piece, WhatItCannotDoSaysWhatItIsAndWhatToCall) {
+  const std::vector<std::pair<std::string, std::function<void(const at::Tensor&)>>> refused = {
+      {"cumsum", [](const at::Tensor& g) { g.cumsum(-1); }},
+      {"select", [](const at::Tensor& g) { g[0]; }},
+      {"sort", [](const at::Tensor& g) { g.sort(); }},
+      {"median", [](const at::Tensor& g) { g.median(); }},
+      {"argmax", [](const at::Tensor& g) { g.argmax(); }},
+      {"matmul", [](const at::Tensor& g) { at::matmul(g, torch::ones({30})); }},
+      {"cat", [](const at::Tensor& g) { at::cat({g, g}); }},
+      {"stack", [](const at::Tensor& g) { at::stack({g, g}); }},
+      {"view", [](const at::Tensor& g) { g.view({6, 10}); }},
+      {"view", [](const at::Tensor& g) { g.view({5, 6}); }},
+      {"as_strided", [](const at::Tensor& g) { g.as_strided({2}, {1}); }},
+      {"sum", [](const at::Tensor& g) { g.sum(0); }},
+      {"norm", [](const at::Tensor& g) { g.norm(2, 1); }},
+      {"linalg_vector_norm", [](const at::Tensor& g) { at::linalg_vector_norm(g, 2, std::nullopt, true); }},
+      {"max", [](const at::Tensor& g) { g.max(1); }},
+      {"rand_like", [](const at::Tensor& g) { at::rand_like(g); }},
+      {"normal_", [](const at::Tensor& g) { at::Tensor(g).normal_(); }},
+      {"item", [](const at::Tensor& g) { g.item(); }},
+      {"add", [](const at::Tensor& g) { g.add(torch::ones({6, 10})); }},
+      {"add", [](const at::Tensor& g) { torch::ones({6, 10}).add(g); }},
+      {"add_", [](const at::Tensor& g) { torch::zeros(g.sizes()).add_(g); }},
+      {"copy_", [](const at::Tensor& g) { g.clone().copy_(torch::ones({6, 10})); }},
+      {"_foreach_add_", [](const at::Tensor& g) { at::_foreach_add_({g}, {torch::ones({6, 10})}); }},
+      {"mul", [](const at::Tensor& g) { g.mul(torch::ones({}, torch::requires_grad())); }},
+  };
+  for (const auto& [name, program] : refused) {
+    const auto texts = errors([&](const at::Tensor& p, int, Engine&) { program(p.grad()); });
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_THAT(texts[rank], AllOf(HasSubstr("rank " + std::to_string(rank)), HasSubstr(name), HasSubstr("'p'"),
+                                     HasSubstr("full_gradient"), HasSubstr(rank ? "[32, 60) of 60" : "[0, 32) of 60")))
+          << name;
+    }
+  }
+}
+
+TEST(Piece, TorchsOptimizersSayThatTheyNeedWholeGradients) {
+  const auto texts = errors([](const at::Tensor& p, int, Engine&) { torch::optim::SGD({p}, 0.1).step(); });
+  EXPECT_THAT(texts, testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("full_gradient"))));
+  EXPECT_THAT(errors([](const at::Tensor& p, int, Engine&) { torch::optim::AdamW({p}, 0.1).step(); }),
+              testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("full_gradient"))));
+}
+
+TEST(Piece, PiecesOfTwoGradientsAreNotMixed) {
+  run_local(2, [](World world) {
+    One a, b;
+    Options options;
+    options.strategy = "zero2";
+    options.bucket_bytes = options.first_bucket_bytes = 200;  // each in a bucket of its own: cut alike, of one shape
+    Engine engine(world, NamedTensors{{"a", a.p}, {"b", b.p}}, {}, SGD{.lr = 1}, options);
+    ((a.p + b.p) * torch::arange(60).view({6, 10})).sum().backward();
+    EXPECT_EQ(a.p.grad().sizes(), b.p.grad().sizes());
+    try {
+      a.p.grad().add(b.p.grad());
+      ADD_FAILURE() << "pieces of two gradients were added";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("'a'"), HasSubstr("'b'")));
+    }
+  });
+}
+
+TEST(Piece, RanksThatAskForDifferentThingsAreTold) {
+  EXPECT_THAT(errors([](const at::Tensor& p, int rank, Engine&) { rank ? p.grad().sum() : p.grad().norm(); }),
+              testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("something else"))));
+}
+
+TEST(Piece, ARankThatDoesNotAskEndsInAnErrorThatNamesTheQuestion) {
+  const auto texts = errors(
+      [](const at::Tensor& p, int rank, Engine& engine) {
+        if (rank == 0) p.grad().norm();
+        engine.step();
+      },
+      std::chrono::milliseconds(1500));
+  EXPECT_THAT(texts[0], HasSubstr("2-norm of the gradient of parameter 'p'"));
+  EXPECT_NE(texts[1], "none");
+}
+
+TEST(Piece, OneThatOutlivesItsEngineIsStillOne) {
+  run_local(2, [](World world) {
+    One model;
+    at::Tensor kept;
+    {
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+      model.p.sum().backward();
+      kept = model.p.grad();
+    }
+    EXPECT_TRUE(piece_of(kept + 1));
+    try {
+      kept.norm();
+      ADD_FAILURE() << "nobody answers any more";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), AllOf(HasSubstr("'p'"), HasSubstr("ended")));
+    }
+  });
+}
+
+TEST(Piece, InsideABackwardNobodyIsAsked) {
+  const auto texts = errors([](const at::Tensor& p, int, Engine& engine) {
+    const at::Tensor x = p * 2;
+    x.register_hook([&](const at::Tensor&) { p.grad().norm(); });
+    try {
+      engine.backward(x.sum());
+    } catch (const std::exception& error) {
+      throw Error(error.what());
+    }
+  });
+  EXPECT_THAT(texts, testing::Each(HasSubstr("is asked for inside a backward")));
+}
+
+TEST(Piece, ItsNumbersAreCopiedOutAsThisRanksOwn) {
+  EXPECT_THAT(
+      errors([](const at::Tensor& p, int rank, Engine&) {
+        const at::Tensor mine = torch::empty(p.grad().sizes());
+        mine.copy_(p.grad());
+        EXPECT_FALSE(piece_of(mine));
+        const at::Tensor wanted = rank ? torch::arange(32, 60) : torch::arange(0, 32);
+        EXPECT_TRUE(mine.view({-1}).equal(wanted.to(at::kFloat)));
+        EXPECT_TRUE(piece_of(p.grad().detach()) && piece_of(p.grad().data()) && piece_of(p.grad().to(at::kHalf)));
+      }),
+      testing::Each("none"));
+}
+
+// Without an engine: a holder that counts what it is asked.
+TEST(Piece, AListIsOneMessage) {
+  std::vector<std::string> questions;
+  const auto holders = std::make_shared<const Holders>(Holders{Group(), [&](const std::string& what) {
+                                                                 questions.push_back(what);
+                                                                 return Where{};
+                                                               }});
+  std::vector<at::Tensor> gradients;
+  for (int64_t i = 0; i < 50; ++i) {
+    gradients.push_back(mark_piece(torch::full({1, i}, 2.0), std::make_shared<PieceOf>(PieceOf{
+                                                                 holders, 0, "p" + std::to_string(i), {i}, {0, i}})));
+  }
+  const auto norms = at::_foreach_norm(gradients);
+  for (int64_t i = 0; i < 50; ++i) EXPECT_NEAR(norms[i].item<double>(), 2 * std::sqrt(1.0 * i), 1e-5);
+  EXPECT_THAT(questions, testing::ElementsAre(AllOf(HasSubstr("'p0'"), HasSubstr("49 more"))));
+  const at::Tensor found = torch::zeros({1});
+  at::_amp_foreach_non_finite_check_and_unscale_(gradients, const_cast<at::Tensor&>(found), torch::ones({}));
+  at::_foreach_mul_(gradients, 0.5);
+  EXPECT_EQ(questions.size(), 2);
+}
+
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { text += warning.msg(); }
+  std::string text;
+};
+
+TEST(Piece, PrintingOneSaysWhatItIs) {
+  errors([](const at::Tensor& p, int rank, Engine&) {
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    std::ostringstream out;
+    out << p.grad();
+    EXPECT_THAT(out.str(), HasSubstr(rank ? "59" : "31"));
+    EXPECT_THAT(warnings.text, AllOf(HasSubstr("'p'"), HasSubstr(rank ? "[32, 60) of 60" : "[0, 32) of 60"),
+                                     HasSubstr("full_gradient")));
+  });
+}
+
+TEST(Piece, ChangesInPlaceCountAsVersionsOfTheEnginesView) {
+  run_local(2, [](World world) {
+    One model;
+    Options options;
+    options.strategy = "zero2";
+    options.deterministic = true;
+    options.virtual_ranks = 4;
+    Engine engine(world, model, SGD{.lr = 1}, options);
+    model.p.sum().backward();
+    model.p.mutable_grad().mul_(2);
+    EXPECT_THROW(model.p.sum().backward(), Error);
+  });
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,130 @@
+// Losses that are sums: step() divides by everything that was summed, over backwards and ranks, as one process would.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <limits>
+
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+// Rows of rank r's micro-batch m. Rank 1 has none in the first.
+int64_t rows(int rank, int micro) { return rank == 1 && micro == 0 ? 0 : 3 + 5 * rank + 2 * micro; }
+
+at::Tensor batch(int rank, int micro) {
+  torch::Generator generator = at::detail::createCPUGenerator(10 * rank + micro + 1);
+  return torch::randn({rows(rank, micro), 6}, generator, at::kDouble);
+}
+
+torch::nn::Linear make_model() {
+  torch::nn::Linear model(6, 4);
+  model->to(at::kDouble);
+  at::NoGradGuard no_grad;
+  torch::Generator generator = at::detail::createCPUGenerator(1);  // of its own: ranks are threads
+  for (auto& parameter : model->parameters()) parameter.normal_(0, 0.3, generator);
+  return model;
+}
+
+class WeightsIn : public testing::TestWithParam<std::string> {};
+
+TEST_P(WeightsIn, MakeTheStepOfOneProcessWithAllTokens) {
+  for (const bool held : {false, true}) {
+    run_local(2, [&](World world) {
+      auto model = make_model();
+      Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = GetParam(), .clip_norm = 0.3});
+      for (int micro = 0; micro < 3; ++micro) {
+        const at::Tensor x = batch(world.rank(), micro);
+        std::optional<NoSync> scope;
+        if (held && micro < 2) scope.emplace(engine);
+        engine.backward(x.numel() > 0 ? model(x).square().sum() : at::Tensor(), false, static_cast<double>(x.size(0)));
+      }
+      const StepInfo info = engine.step();
+
+      auto twin = make_model();
+      std::vector<at::Tensor> all;
+      for (int rank = 0; rank < 2; ++rank) {
+        for (int micro = 0; micro < 3; ++micro) all.push_back(batch(rank, micro));
+      }
+      const at::Tensor x = at::cat(all);
+      (twin(x).square().sum() / x.size(0)).backward();
+      const double norm = torch::nn::utils::clip_grad_norm_(twin->parameters(), 0.3);
+      torch::optim::SGD(twin->parameters(), 0.1).step();
+      EXPECT_NEAR(info.grad_norm.item<double>(), norm, 1e-9 * norm);
+      EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), twin->weight, 1e-12, 1e-12));
+      EXPECT_TRUE(torch::allclose(engine.full_parameter(model->bias), twin->bias, 1e-12, 1e-12));
+    });
+  }
+}
+
+TEST_P(WeightsIn, OfBackwardsWhoseGradientsWereClearedCountNothing) {
+  run_local(2, [&](World world) {
+    auto model = make_model();
+    Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = GetParam()});
+    engine.backward(model(batch(world.rank(), 1)).square().sum(), false, 100.0);
+    for (const auto& parameter : model->parameters()) parameter.mutable_grad().reset();  // nobody is told
+    engine.backward(model(batch(world.rank(), 2)).square().sum(), false, static_cast<double>(rows(world.rank(), 2)));
+    engine.step();
+
+    auto twin = make_model();
+    const at::Tensor x = at::cat({batch(0, 2), batch(1, 2)});
+    (twin(x).square().sum() / x.size(0)).backward();
+    torch::optim::SGD(twin->parameters(), 0.1).step();
+    EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), twin->weight, 1e-12, 1e-12));
+  });
+}
+
+// A loss that happens to have no gradient on this rank weighs what it weighs.
+TEST_P(WeightsIn, OfBackwardsWithoutAnyGradientCount) {
+  run_local(1, [&](World world) {
+    auto model = make_model();
+    Engine engine(world, *model, SGD{.lr = 1.0}, {.strategy = GetParam()});
+    const at::Tensor before = model->bias.detach().clone();
+    engine.backward(model(batch(0, 1)).sum() * 0.0, false, 3.0);
+    engine.backward(model->bias.sum() * 4.0, false, 1.0);
+    engine.step();
+    EXPECT_TRUE(torch::allclose(engine.full_parameter(model->bias), before - 1.0));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(InEveryStrategy, WeightsIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
+                         [](const auto& info) { return info.param; });
+
+TEST(WeightsOfAStep, BelongToAllOfItsBackwardsOnEveryRank) {
+  run_local(2, [&](World world) {
+    auto model = make_model();
+    Engine engine(world, *model, SGD{.lr = 0.1});
+    engine.backward(model(batch(0, 1)).sum(), false, world.rank() == 0 ? std::optional(2.0) : std::nullopt);
+    EXPECT_THAT([&] { engine.step(); },
+                ThrowsMessage<Error>(HasSubstr("rank 1 gave a weight to 0 of its 1 backwards")));
+  });
+}
+
+TEST(WeightsOfAStep, AreCountsAndNotAllNothing) {
+  auto model = make_model();
+  Engine engine(World(), *model, SGD{.lr = 0.1});
+  for (const double wrong : {-1.0, std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    EXPECT_THAT([&] { engine.backward(model(batch(0, 1)).sum(), false, wrong); },
+                ThrowsMessage<Error>(HasSubstr("weight")));
+  }
+  engine.zero_grad();
+  Engine other(World(), *make_model(), SGD{.lr = 0.1});
+  other.backward({}, false, 0.0);
+  EXPECT_THAT([&] { other.step(); }, ThrowsMessage<Error>(HasSubstr("no mean to take")));
+}
+
+TEST(WeightsOfAStep, JoinNoGradientsOfAnotherKind) {
+  auto model = make_model();
+  Engine engine(World(), *model, SGD{.lr = 0.1});
+  engine.backward(model(batch(0, 1)).sum(), false, 2.0);
+  engine.step();
+  EXPECT_THAT([&] { engine.backward(model(batch(0, 1)).sum(), false, 2.0); },
+              ThrowsMessage<Error>(HasSubstr("clear them with zero_grad()")));
+}
+
+}  // namespace
+}  // namespace plumb

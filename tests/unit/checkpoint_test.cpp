@@ -1,0 +1,538 @@
+// plumb::checkpoint: the bits of the plain program, in less memory, whatever is done with the graph.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <thread>
+
+#include "plumb/checkpoint.h"
+#include "unit/support/net.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using torch::autograd::variable_list;
+using Tensors = std::vector<at::Tensor>;
+
+// Calls `body` directly, or through a checkpoint.
+struct Through {
+  bool recompute = false;
+  template <class Body, class... Inputs>
+  auto operator()(Body body, Inputs... inputs) const {
+    return recompute ? checkpoint(body, inputs...) : body(inputs...);
+  }
+};
+
+struct Mlp : torch::nn::Module {
+  Mlp() {
+    torch::manual_seed(5);
+    for (int i = 0; i < 3; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(6, 6)));
+    }
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+struct Way {
+  const char* name;
+  std::function<void(Mlp&, const at::Tensor& x, const Through&)> walk;
+};
+
+at::Tensor layer(torch::nn::Linear linear, const at::Tensor& x) { return torch::tanh(linear(x)); }
+
+const std::vector<Way>& ways() {
+  static const std::vector<Way> all = {
+      {"EachLayer",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::Tensor h = x;
+         for (auto& one : net.layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+         h.pow(2).sum().backward();
+       }},
+      {"AllLayersInOne",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         through(
+             [layers = net.layers](at::Tensor h) {
+               for (auto one : layers) h = layer(one, h);
+               return h;
+             },
+             x)
+             .pow(2)
+             .sum()
+             .backward();
+       }},
+      {"TheSameLossTwice",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::Tensor h = x;
+         for (auto& one : net.layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+         auto loss = h.pow(2).sum();
+         loss.backward({}, true);
+         loss.backward();
+       }},
+      {"OneInsideAnother",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         auto outer = [layers = net.layers, through](at::Tensor h) {
+           h = torch::sin(h) * 2;
+           for (auto one : layers) h = through([one](const at::Tensor& in) { return layer(one, in) + in; }, h);
+           return h.pow(2);
+         };
+         auto y = through(outer, through(outer, x));
+         y.sum().backward({}, true);
+         y.cos().sum().backward();
+       }},
+      {"GradientsOfGradients",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         auto input = x.clone().requires_grad_();
+         at::Tensor h = input;
+         for (auto& one : net.layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+         auto loss = h.pow(2).sum();
+         auto gradient = torch::autograd::grad({loss}, {input}, {}, true, true)[0];
+         (loss + gradient.pow(2).sum()).backward();
+       }},
+      {"AGradientInsideTheFunction",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         auto y = through(
+             [layers = net.layers](const at::Tensor& h) {
+               auto a = layer(layers[0], h);
+               auto slope = torch::autograd::grad({a.pow(2).sum()}, {a}, {}, true, true)[0];
+               return layer(layers[1], a * slope);
+             },
+             x);
+         y.sum().backward();
+       }},
+      {"SeveralInputsAndOutputsOfManyKinds",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         auto input = x.clone().requires_grad_();
+         const auto [a, b] = through(
+             [layers = net.layers](const at::Tensor& h, const Tensors& more, std::optional<at::Tensor> maybe,
+                                   std::optional<at::Tensor> none, double factor, const at::Tensor& undefined) {
+               EXPECT_FALSE(none.has_value());
+               EXPECT_FALSE(undefined.defined());
+               auto y = layer(layers[0], h * more[0]) + layer(layers[1], *maybe) * factor;
+               return std::make_tuple(y.pow(2), torch::sin(y * more[1]));
+             },
+             input, Tensors{input * 2, x}, std::optional<at::Tensor>(x + input), std::optional<at::Tensor>(), 0.5,
+             at::Tensor());
+         (a.sum() + b.sum()).backward({}, true);
+         b.pow(2).sum().backward();
+       }},
+      {"AnEntranceInTheMiddle",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::Tensor inside;
+         auto y = through(
+             [layers = net.layers, out = &inside](const at::Tensor& h) {
+               auto a = layer(layers[0], h);
+               if (!out->defined()) *out = a;
+               return layer(layers[1], a);
+             },
+             x);
+         inside.backward(torch::ones_like(inside), true);
+         y.sum().backward();
+       }},
+      {"NamedInputs",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::Tensor h = x;
+         for (auto& one : net.layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+         auto loss = h.pow(2).sum();
+         loss.backward({}, true, false, Tensors{net.layers[1]->weight});
+         loss.backward({}, false, false, Tensors{net.layers[0]->bias});
+       }},
+      {"Dropout",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         torch::manual_seed(11);
+         at::Tensor h = x;
+         for (auto& one : net.layers) {
+           h = through([one](const at::Tensor& in) { return torch::dropout(layer(one, in), 0.5, true); }, h);
+         }
+         auto loss = (h * torch::rand_like(h)).sum();
+         loss.backward({}, true);
+         (h * torch::rand_like(h)).pow(2).sum().backward();  // the generator stands where it would
+       }},
+      {"DropoutInsideAnotherAndBehindTheLastSave",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         torch::manual_seed(12);
+         auto outer = [layers = net.layers, through](at::Tensor h) {
+           for (auto one : layers) {
+             h = through([one](const at::Tensor& in) { return torch::dropout(layer(one, in), 0.5, true); }, h);
+           }
+           return h + torch::rand_like(h);
+         };
+         through(outer, torch::dropout(x, 0.5, true)).pow(2).sum().backward();
+       }},
+      {"Autocast",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::Tensor h = x;
+         at::autocast::set_autocast_enabled(at::kCPU, true);
+         at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+         for (auto& one : net.layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+         at::autocast::set_autocast_enabled(at::kCPU, false);
+         at::autocast::clear_cache();
+         h.to(at::kFloat).pow(2).sum().backward();
+         EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+       }},
+      {"AnExceptionInTheFunctionThenAnother",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         EXPECT_THROW(through(
+                          [one = net.layers[0]](const at::Tensor& in) -> at::Tensor {
+                            layer(one, in);
+                            throw std::runtime_error("planned");
+                          },
+                          x),
+                      std::runtime_error);
+         through([one = net.layers[0]](const at::Tensor& in) { return layer(one, in); }, x).sum().backward();
+       }},
+      {"AnExceptionInTheMiddleOfABackwardThenAnother",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         auto h = through([one = net.layers[0]](const at::Tensor& in) { return layer(one, in); }, x);
+         auto hook = h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+         auto loss = through([one = net.layers[1]](const at::Tensor& in) { return layer(one, in); }, h).sum();
+         EXPECT_ANY_THROW(loss.backward({}, true));
+         h.remove_hook(hook);
+         for (auto& p : net.parameters()) p.mutable_grad().reset();
+         loss.backward();
+       }},
+      {"WithoutGradients",
+       [](Mlp& net, const at::Tensor& x, const Through& through) {
+         at::NoGradGuard no_grad;
+         auto y = through([one = net.layers[0]](const at::Tensor& in) { return layer(one, in); }, x);
+         EXPECT_FALSE(y.requires_grad());
+       }},
+  };
+  return all;
+}
+
+class CheckpointWays : public testing::TestWithParam<size_t> {};
+
+TEST_P(CheckpointWays, GiveTheBitsOfThePlainProgram) {
+  const Way& way = ways()[GetParam()];
+  const at::Tensor x = at::randn({4, 6}, at::detail::createCPUGenerator(3));
+  Mlp plain, recomputed;
+  way.walk(plain, x, {false});
+  way.walk(recomputed, x, {true});
+  for (const auto& expected : plain.named_parameters()) {
+    const at::Tensor& found = recomputed.named_parameters()[expected.key()].grad();
+    ASSERT_EQ(found.defined(), expected.value().grad().defined()) << expected.key();
+    if (!found.defined()) continue;
+    EXPECT_TRUE(found.equal(expected.value().grad())) << expected.key();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CheckpointWays, testing::Range<size_t>(0, ways().size()),
+                         [](const auto& info) { return std::string(ways()[info.param].name); });
+
+at::Tensor long_chain(at::Tensor h) {
+  for (int i = 0; i < 8; ++i) h = torch::tanh(h * 1.01);
+  return h;
+}
+
+TEST(Checkpoint, RunsOncePerBackwardAndNoFurtherThanNeeded) {
+  int begun = 0, ended = 0;
+  auto y = checkpoint(
+      [&](const at::Tensor& x) {
+        ++begun;
+        auto h = long_chain(x);
+        ++ended;
+        return h + 1;  // saves nothing
+      },
+      torch::ones({3}).requires_grad_());
+  EXPECT_EQ(begun, 1);
+  y.sum().backward({}, true);
+  EXPECT_EQ(begun, 2);
+  EXPECT_EQ(ended, 1);  // stopped at the last tensor it had saved
+  y.sum().backward();
+  EXPECT_EQ(begun, 3);
+}
+
+// Bytes of CPU tensors that this thread, and backwards it starts, have made and not freed.
+struct Meter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, int64_t change, size_t, size_t, c10::Device) override {
+    now += change;
+    peak = std::max(peak, now);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  int64_t now = 0, peak = 0;
+};
+
+// Eight checkpoints of eight activations each: between forward and backward one activation per checkpoint is alive, in the
+// backward those of one more.
+TEST(Checkpoint, KeepsTheInputsAndOneFunctionsActivations) {
+  constexpr int64_t kBytes = 1 << 20;
+  const auto measure = [&](const Through& through) {
+    const auto meter = std::make_shared<Meter>();
+    c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+    at::Tensor h = torch::ones({kBytes / 4}).requires_grad_();
+    const int64_t begin = meter->now;
+    for (int i = 0; i < 8; ++i) h = through(long_chain, h);
+    const int64_t held = meter->now - begin;
+    meter->peak = meter->now;
+    h.sum().backward();
+    return std::pair(held / kBytes, (meter->peak - begin) / kBytes);
+  };
+  const auto [plain, plain_peak] = measure({false});
+  const auto [held, peak] = measure({true});
+  RecordProperty("plain", std::to_string(plain) + " then " + std::to_string(plain_peak));
+  RecordProperty("recomputed", std::to_string(held) + " then " + std::to_string(peak));
+  std::printf("activations held, and at most, in units of one: plain %ld %ld, recomputed %ld %ld\n", plain, plain_peak,
+              held, peak);
+  EXPECT_GE(plain, 64);
+  EXPECT_LE(held, 9);
+  EXPECT_LE(peak, 9 + 8 + 6);
+}
+
+TEST(Checkpoint, LetsGoOfEverythingWithTheGraph) {
+  const auto token = std::make_shared<int>(1);
+  at::Tensor x = torch::ones({4}).requires_grad_();
+  auto middle = x * 2;
+  const auto weak = middle.getIntrusivePtr();
+  auto y = checkpoint([token](const at::Tensor& h) { return long_chain(h); }, middle);
+  middle.reset();
+  EXPECT_EQ(token.use_count(), 2);
+  y.sum().backward();
+  EXPECT_EQ(token.use_count(), 1);  // a graph that was not retained is empty, also while its end is kept
+  EXPECT_EQ(weak.use_count(), 1u);
+}
+
+// A graph that is retained, and a node that nobody reached, keep no activations between backwards.
+TEST(Checkpoint, KeepsNothingBetweenBackwards) {
+  const auto meter = std::make_shared<Meter>();
+  c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+  at::Tensor x = torch::ones({1 << 18}).requires_grad_();
+  const auto [used, unused] = checkpoint(
+      [](const at::Tensor& h) {
+        auto a = long_chain(h);
+        return std::make_pair(a, long_chain(h));
+      },
+      x);
+  const int64_t before = meter->now;
+  for (int i = 0; i < 2; ++i) {
+    used.sum().backward({}, true);
+    x.mutable_grad().reset();
+    EXPECT_LE(meter->now - before, 1 << 10);
+  }
+}
+
+TEST(Checkpoint, AFunctionThatDoesSomethingElseTheSecondTimeIsAnError) {
+  int run = 0;
+  auto fewer = checkpoint([&](const at::Tensor& x) { return run++ == 0 ? long_chain(x) : torch::tanh(x); },
+                          torch::ones({3}).requires_grad_());
+  EXPECT_THAT([&] { fewer.sum().backward(); }, testing::Throws<Error>(testing::Property(
+                                                   &Error::what, testing::HasSubstr("8 tensors for its backward the "
+                                                                                    "first time and 1"))));
+  run = 0;
+  auto other = checkpoint([&](const at::Tensor& x) { return torch::tanh(run++ == 0 ? x : x.narrow(0, 0, 2)); },
+                          torch::ones({3}).requires_grad_());
+  EXPECT_THAT([&] { other.sum().backward(); },
+              testing::Throws<Error>(testing::Property(
+                  &Error::what, testing::AllOf(testing::HasSubstr("[2]"), testing::HasSubstr("[3]")))));
+}
+
+TEST(Checkpoint, AnInputThatChangedIsAnErrorAsInPlainTorch) {
+  auto x = torch::ones({3}).requires_grad_() * 1;
+  auto y = checkpoint([](const at::Tensor& h) { return torch::sin(h); }, x);
+  x.mul_(2);
+  EXPECT_THAT([&] { y.sum().backward(); },
+              testing::Throws<std::exception>(
+                  testing::Property(&std::exception::what, testing::HasSubstr("modified by an inplace operation"))));
+}
+
+// The same numbers cannot come again when somebody else drew in between: an error, not another gradient.
+TEST(Checkpoint, AnotherThreadThatDrawsMeanwhileIsNoticed) {
+  int run = 0;
+  const auto draw = [&](bool meanwhile) {
+    return checkpoint(
+        [&run, meanwhile](const at::Tensor& x) {
+          auto h = torch::dropout(x, 0.5, true);
+          if (meanwhile && run++ == 0) std::thread([] { torch::rand({1}); }).join();
+          return torch::dropout(h, 0.5, true);
+        },
+        torch::ones({64}).requires_grad_());
+  };
+  auto disturbed = draw(true);
+  EXPECT_THAT([&] { disturbed.sum().backward(); },
+              testing::Throws<Error>(testing::Property(&Error::what, testing::HasSubstr("random numbers"))));
+  draw(false).sum().backward();
+  // A function that draws nothing does not care.
+  run = 0;
+  auto calm = checkpoint(
+      [&run](const at::Tensor& x) {
+        if (run++ == 0) std::thread([] { torch::rand({1}); }).join();
+        return torch::sin(x);
+      },
+      torch::ones({4}).requires_grad_());
+  calm.sum().backward();
+}
+
+TEST(Checkpoint, LeavesTheGeneratorAlone) {
+  torch::manual_seed(1);
+  auto y =
+      checkpoint([](const at::Tensor& x) { return torch::dropout(x, 0.5, true); }, torch::ones({9}).requires_grad_());
+  const auto expected = at::detail::getDefaultCPUGenerator().get_state();
+  y.sum().backward();
+  EXPECT_TRUE(at::detail::getDefaultCPUGenerator().get_state().equal(expected));
+}
+
+// ---- with units
+
+struct UnitWay {
+  const char* name;
+  std::function<at::Tensor(Net&, const at::Tensor&, const Through&)> forward;
+};
+
+const std::vector<UnitWay>& unit_ways() {
+  static const std::vector<UnitWay> all = {
+      {"AroundOneUnitEach",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         auto h = through([unit = net.first](const at::Tensor& in) mutable { return unit(in); }, x);
+         return through([unit = net.second](const at::Tensor& in) mutable { return unit->forward(in); }, h);
+       }},
+      {"AroundSeveralUnits",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         return through(
+             [&net](const at::Tensor& in) {
+               return net.first(net.table->forward(net.outer->forward(net.second->forward(net.first->forward(in)))));
+             },
+             x);
+       }},
+      {"InsideAUnit",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         UnitScope scope(unit::door_of(net.first.ptr()));
+         BlockImpl* block = net.first.get();
+         auto h = through([block](const at::Tensor& in) { return block->forward(in); }, x);
+         return through([block](const at::Tensor& in) { return torch::tanh(block->up(in)).matmul(block->up->weight); },
+                        h);
+       }},
+      {"InsideAndAround",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         return through(
+             [&net, through](const at::Tensor& in) {
+               UnitScope scope(unit::door_of(net.first.ptr()));
+               BlockImpl* block = net.first.get();
+               auto h = through([block](const at::Tensor& a) { return block->forward(a); }, in);
+               return net.second->forward(through([&net](const at::Tensor& a) { return net.outer->forward(a); }, h));
+             },
+             x);
+       }},
+      {"TiedUnitsAndAWeightAsInput",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         auto h = through(
+             [&net](const at::Tensor& in) { return net.tied->forward(torch::tanh(net.table->forward(in))); }, x);
+         UnitScope scope(unit::door_of(net.first.ptr()));
+         return through(
+             [](const at::Tensor& in, const at::Tensor& weight) { return torch::tanh(torch::linear(in, weight)); }, h,
+             net.first.get()->up->weight);
+       }},
+  };
+  return all;
+}
+
+class CheckpointUnits : public testing::TestWithParam<std::tuple<size_t, int, bool>> {};
+
+// The gradients of the plain program on the same engine, bit by bit, and nothing gathered before, between and after.
+TEST_P(CheckpointUnits, GiveTheBitsOfThePlainProgramAndReleaseEverything) {
+  const auto& [index, ranks, together] = GetParam();
+  const auto& forward = unit_ways()[index].forward;
+  run_local(ranks, [&, together = together](World world) {
+    std::vector<std::vector<at::Tensor>> results;
+    for (bool recompute : {false, true}) {
+      static std::mutex building;
+      std::unique_lock lock(building);
+      Net net;
+      lock.unlock();
+      Engine engine(world, net, SGD{.lr = 1e-3}, {.strategy = "zero3"});
+      if (together && ranks > 1) engine.impl().units->gather_together();
+      const at::Tensor x = at::randn({3, 6}, at::detail::createCPUGenerator(100 + world.rank()));
+      std::vector<at::Tensor> found;
+      for (int step = 0; step < 3; ++step) {
+        auto input = x.clone().requires_grad_();
+        auto y = forward(net, input, {recompute});
+        EXPECT_TRUE(together || gathered(engine) == 0);  // a collective gathers ahead
+        auto loss = y.pow(2).sum();
+        if (step == 1) {
+          auto g = torch::autograd::grad({loss}, {input}, {}, true, true)[0];
+          loss = loss + g.pow(2).sum();
+        }
+        loss.backward({}, true);
+        EXPECT_EQ(gathered(engine), 0);
+        y.sin().sum().backward();
+        EXPECT_EQ(gathered(engine), 0);
+        for (auto& p : net.parameters()) {
+          if (const auto g = engine.full_gradient(p); g.defined()) found.push_back(g);
+        }
+        engine.step();
+        engine.zero_grad();
+      }
+      for (auto& p : net.parameters()) found.push_back(engine.full_parameter(p));
+      results.push_back(std::move(found));
+    }
+    ASSERT_EQ(results[0].size(), results[1].size());
+    for (size_t i = 0; i < results[0].size(); ++i) {
+      EXPECT_TRUE(at::isfinite(results[0][i]).all().item<bool>()) << i;  // or it would equal nothing
+      EXPECT_TRUE(results[0][i].equal(results[1][i])) << i;
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CheckpointUnits,
+                         testing::Combine(testing::Range<size_t>(0, unit_ways().size()), testing::Values(1, 2, 3),
+                                          testing::Bool()),
+                         [](const auto& info) {
+                           return std::string(unit_ways()[std::get<0>(info.param)].name) + "_" +
+                                  std::to_string(std::get<1>(info.param)) +
+                                  (std::get<2>(info.param) ? "_together" : "");
+                         });
+
+// Units inside a checkpoint save for it: nothing of theirs stays between forward and backward.
+TEST(Checkpoint, KeepsNoActivationsOfUnitsInside) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(1);
+    scenarios::Alike net(5);
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    const auto meter = std::make_shared<Meter>();
+    c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, meter);
+    const at::Tensor x = torch::ones({1 << 14, 6}).requires_grad_();
+    const int64_t one = static_cast<int64_t>(x.nbytes()), begin = meter->now;
+    auto y = checkpoint(
+        [&net](at::Tensor h) {
+          for (auto& layer : net.layers) {
+            UnitScope scope(unit::door_of(layer.ptr()));
+            h = torch::tanh(layer.get()->forward(h));
+          }
+          return h;
+        },
+        x);
+    EXPECT_LT(meter->now - begin, 2 * one);  // its result
+    y.sum().backward();
+    EXPECT_TRUE(x.grad().defined());
+  });
+}
+
+// A scope of single parameters around a checkpoint is entered again.
+TEST(Checkpoint, FindsParametersThatWereGatheredAroundIt) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    Net net;
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    const at::Tensor weight = net.first->up->weight;
+    at::Tensor y;
+    {
+      const auto scope = engine.gathered({weight});
+      y = checkpoint([weight](const at::Tensor& x) { return torch::tanh(torch::linear(x, weight)); },
+                     torch::ones({2, 6}));
+    }
+    EXPECT_EQ(gathered(engine), 0);
+    y.sum().backward();
+    EXPECT_EQ(gathered(engine), 0);
+    EXPECT_TRUE(engine.full_gradient(weight).defined());
+  });
+}
+
+}  // namespace
+}  // namespace plumb

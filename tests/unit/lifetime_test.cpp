@@ -1,0 +1,355 @@
+// When units are gathered and released: how often, for how long, in which order, and what becomes of changes meanwhile.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <functional>
+#include <thread>
+
+#include "unit/support/net.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using scenarios::Alike;
+
+// Five layers of one size, each a unit; odd sizes, so that cuts fall inside parameters.
+struct Chain : Alike {
+  Chain() : Alike(5) {}
+  at::Tensor forward(at::Tensor h, const std::function<void(const at::Tensor&)>& between = {}) {
+    for (auto& layer : layers) {
+      h = torch::tanh(layer->forward(h));
+      if (between) between(h);
+    }
+    return h;
+  }
+};
+
+enum class Gather { in_place, together };
+
+void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Engine&)>& body) {
+  run_local(ranks, [&](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(7);
+    Chain net;
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    if (how == Gather::together) engine.impl().units->gather_together();
+    body(world, net, engine);
+  });
+}
+
+int64_t layer_bytes(Engine& engine, int ranks) {
+  int64_t bytes = 0;
+  for (const Bucket& bucket : engine.impl().reducer->buckets()) bytes = std::max(bytes, bucket.numel * 4);
+  EXPECT_GE(bytes, 42 * 4);
+  EXPECT_EQ(bytes / 4 % ranks, 0);
+  return bytes;
+}
+
+const at::Tensor ones = torch::ones({2, 6});
+
+TEST(Lifetime, AUnitIsGatheredOnceForItsForwardAndOnceForItsBackward) {
+  on_ranks(3, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    Units& units = *engine.impl().units;
+    for (int step = 0; step < 2; ++step) {
+      const int64_t before = units.gathers();
+      const at::Tensor y = net.forward(ones);
+      EXPECT_EQ(units.gathers() - before, 5);
+      y.sum().backward({}, true);
+      EXPECT_EQ(units.gathers() - before, 10);
+      y.pow(2).sum().backward();
+      EXPECT_EQ(units.gathers() - before, 15);
+      engine.step();
+      engine.zero_grad();
+      EXPECT_EQ(units.gathers() - before, 15);
+    }
+  });
+}
+
+// A unit whose last gradient has come is not needed any more; where no gradients come, the two last ones stay.
+TEST(Lifetime, ABackwardKeepsTheTwoUnitsItNeededLast) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    const int64_t one = layer_bytes(engine, 2);
+    std::vector<int64_t> seen;
+    const auto look = [&](const at::Tensor& h) {
+      h.register_hook([&](const at::Tensor&) { seen.push_back(gathered(engine) / one); });
+    };
+    auto x = ones.clone().requires_grad_();
+    auto y = net.forward(x, look);
+    torch::autograd::grad({y.sum()}, {x}, {}, true);
+    EXPECT_THAT(seen, testing::ElementsAre(0, 1, 2, 2, 2));
+    seen.clear();
+    y.sum().backward();
+    EXPECT_THAT(seen, testing::ElementsAre(0, 0, 0, 0, 0));
+  });
+}
+
+// Two units that take turns are gathered once each.
+TEST(Lifetime, ABackwardComesBackToARecentUnitWithoutAGather) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    auto x = ones.clone().requires_grad_();
+    at::Tensor two = x, three = x;
+    for (int i = 0; i < 6; ++i) two = torch::tanh(net.layers[i % 2]->forward(two));
+    for (int i = 0; i < 6; ++i) three = torch::tanh(net.layers[i % 3]->forward(three));
+    Units& units = *engine.impl().units;
+    int64_t before = units.gathers();
+    torch::autograd::grad({two.sum()}, {x});
+    EXPECT_EQ(units.gathers() - before, 2);
+    before = units.gathers();
+    torch::autograd::grad({three.sum()}, {x});
+    EXPECT_EQ(units.gathers() - before, 6);
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+// Nothing is released under somebody who holds it, whatever backwards come and go.
+TEST(Lifetime, AScopeKeepsItsParametersThroughBackwards) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    const int64_t one = layer_bytes(engine, 2);
+    const at::Tensor weight = net.layers[3]->weight, neighbour = net.layers[3]->bias;
+    const auto outer = engine.gathered({weight});
+    {
+      const auto inner = engine.gathered({weight, neighbour, weight});
+      net.forward(ones).sum().backward();
+      EXPECT_EQ(gathered(engine), one);
+    }
+    net.forward(ones).sum().backward();
+    EXPECT_EQ(gathered(engine), one);
+    EXPECT_TRUE(at::isfinite(weight).all().item<bool>());
+    EXPECT_TRUE(at::isfinite(neighbour).all().item<bool>());
+  });
+}
+
+// Unpacks a weight, waits for `until`, and only then reads it.
+struct Patient : torch::autograd::Function<Patient> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            int64_t until) {
+    context->save_for_backward({weight});
+    context->saved_data["until"] = until;
+    return torch::linear(x, weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto weight = context->get_saved_variables()[0];
+    (*reinterpret_cast<const std::function<void()>*>(context->saved_data["until"].toInt()))();
+    return {gradients[0].matmul(weight), at::Tensor(), at::Tensor()};
+  }
+};
+
+// One backward ends while a node of another reads: the unit stays for it.
+TEST(Lifetime, TheEndOfOneBackwardTakesNothingFromAnother) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    auto x = ones.clone().requires_grad_();
+    auto z = ones.clone().requires_grad_();
+    const at::Tensor other = net.forward(z).sum();
+    std::function<void()> until = [&] {
+      std::thread([&] { torch::autograd::grad({other}, {z}); }).join();
+      EXPECT_GT(gathered(engine), 0);
+    };
+    at::Tensor y;
+    {
+      UnitScope scope(unit::door_of(net.layers[2].ptr()));
+      y = Patient::apply(x, net.layers[2].get()->weight, reinterpret_cast<int64_t>(&until));
+    }
+    EXPECT_EQ(gathered(engine), 0);
+    const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x})[0];
+    EXPECT_TRUE(at::allclose(gradient, torch::ones({2, 6}).matmul(engine.full_parameter(net.layers[2]->weight))));
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+// tanh saves its own output, inside a scope: a graph that is dropped is gone.
+TEST(Lifetime, WhatIsSavedInAScopeDiesWithItsGraph) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine&) {
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> output{
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    {
+      UnitScope scope(unit::door_of(net.layers[0].ptr()));
+      at::Tensor y = torch::tanh(net.layers[0].get()->forward(ones));
+      output = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(y.getIntrusivePtr());
+      EXPECT_FALSE(output.expired());
+    }
+    EXPECT_TRUE(output.expired());
+  });
+}
+
+// ---- gathers by collectives
+
+// From the second pass on, whatever followed the last time is there before it is asked for, and nothing else.
+TEST(Lifetime, TheNextUnitIsGatheredAhead) {
+  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+    const int64_t one = layer_bytes(engine, 2);
+    Units& units = *engine.impl().units;
+    std::vector<int64_t> forward, backward;
+    for (int step = 0; step < 3; ++step) {
+      forward.clear();
+      backward.clear();
+      const int64_t before = units.gathers();
+      at::Tensor h = ones;
+      for (auto& layer : net.layers) {
+        UnitScope scope(unit::door_of(layer.ptr()));
+        h = torch::tanh(layer.get()->forward(h));
+        forward.push_back(gathered(engine) / one);
+        h.register_hook([&](const at::Tensor&) { backward.push_back(gathered(engine) / one); });
+      }
+      h.sum().backward();
+      EXPECT_EQ(units.gathers() - before, 10) << step;
+      EXPECT_EQ(gathered(engine), 0);
+      engine.step();
+      engine.zero_grad();
+      if (step == 0) {
+        EXPECT_THAT(forward, testing::ElementsAre(1, 1, 1, 1, 1));
+      }
+    }
+    EXPECT_THAT(forward, testing::ElementsAre(2, 2, 2, 2, 1));
+    EXPECT_THAT(backward, testing::Each(testing::Le(2)));
+  });
+}
+
+// What was gathered ahead of a step that came first holds yesterday's values: nobody sees them.
+TEST(Lifetime, WhatWasGatheredAheadIsNotUsedAfterAStep) {
+  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+    for (int step = 0; step < 3; ++step) {
+      net.forward(ones).sum().backward();
+      const at::Tensor weight = net.layers[1]->weight;
+      const at::Tensor wanted = engine.full_parameter(weight) - 0.1 * engine.full_gradient(weight);
+      {
+        at::NoGradGuard no_grad;
+        net.layers[0]->forward(ones);  // the second layer follows
+      }
+      engine.step();
+      engine.zero_grad();
+      EXPECT_EQ(gathered(engine), 0);
+      EXPECT_TRUE(at::allclose(engine.full_parameter(weight), wanted, 1e-6, 1e-7)) << step;
+    }
+  });
+}
+
+// An order that changes costs gathers, and no numbers.
+TEST(Lifetime, WhatWasGatheredAheadForNobodyIsReleased) {
+  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+    const int64_t one = layer_bytes(engine, 2);
+    net.forward(ones).sum().backward();
+    at::Tensor h = ones;
+    for (int i : {0, 2, 4}) {
+      h = torch::tanh(net.layers[i]->forward(h));
+      EXPECT_LE(gathered(engine), 2 * one);
+    }
+    h.sum().backward();
+    EXPECT_EQ(gathered(engine), 0);
+    engine.step();
+  });
+}
+
+TEST(Lifetime, RanksThatGatherDifferentUnitsByCollectivesAreToldBoth) {
+  try {
+    on_ranks(2, Gather::together, [](World world, Chain& net, Engine&) { net.layers[world.rank()]->forward(ones); });
+    FAIL() << "different units were gathered";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("layer0."), testing::HasSubstr("layer1."),
+                                             testing::HasSubstr("the same units on every rank")));
+  }
+}
+
+// ---- changes
+
+TEST(Lifetime, WhatIsWrittenThroughAUnitInsideAWriteScopeIsKept) {
+  for (Gather how : {Gather::in_place, Gather::together}) {
+    on_ranks(3, how, [](World world, Chain& net, Engine& engine) {
+      const at::Tensor weight = net.layers[1]->weight, bias = net.layers[1]->bias;
+      const at::Tensor before = engine.full_parameter(bias);
+      {
+        at::NoGradGuard no_grad;
+        const auto scope = engine.gathered({weight}, Access::write);
+        net.layers[1]->weight.fill_(world.rank() == 0 ? 0.5 : 9.0);
+      }
+      EXPECT_TRUE(engine.full_parameter(weight).eq(0.5).all().item<bool>());
+      EXPECT_TRUE(engine.full_parameter(bias).equal(before));
+      net.forward(ones).sum().backward();  // and is no loss
+      engine.step();
+      EXPECT_EQ(gathered(engine), 0);
+    });
+  }
+}
+
+// A graph that saved a parameter before it was written fails on every rank, also where nothing was written.
+TEST(Lifetime, AWriteIsSeenByGraphsThatSavedTheOldValue) {
+  on_ranks(2, Gather::in_place, [](World world, Chain& net, Engine& engine) {
+    auto x = ones.clone().requires_grad_();
+    const at::Tensor y = net.forward(x);
+    const at::Tensor weight = net.layers[1]->weight;
+    {
+      at::NoGradGuard no_grad;
+      const auto scope = engine.gathered({weight}, Access::write);
+      if (world.rank() == 0) weight.mul_(2);
+    }
+    EXPECT_THAT([&] { torch::autograd::grad({y.sum()}, {x}); },
+                testing::Throws<std::exception>(
+                    testing::Property(&std::exception::what, testing::HasSubstr("modified by an inplace operation"))));
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+// All parameters at once, cut in all places.
+TEST(Lifetime, EveryParameterGivenOtherMemoryComesHomeInAllItsParts) {
+  for (int ranks : {2, 3}) {
+    for (bool inside : {false, true}) {
+      on_ranks(ranks, Gather::in_place, [&](World, Chain& net, Engine& engine) {
+        std::vector<at::Tensor> values;
+        int64_t next = 0;
+        for (const auto& p : net.parameters()) {
+          values.push_back(at::arange(next, next + p.numel()).to(at::kFloat).view(p.sizes()));
+          next += p.numel();
+        }
+        const auto give = [&] {
+          for (size_t i = 0; i < values.size(); ++i) net.parameters()[i].set_data(values[i].clone());
+        };
+        if (inside) {
+          const auto scope = engine.gathered(net.parameters(), Access::write);
+          give();
+        } else {
+          give();
+          engine.step();
+        }
+        EXPECT_EQ(gathered(engine), 0);
+        for (size_t i = 0; i < values.size(); ++i) {
+          EXPECT_TRUE(engine.full_parameter(net.parameters()[i]).equal(values[i])) << i;
+        }
+      });
+    }
+  }
+}
+
+// ---- released parameters
+
+TEST(Lifetime, EveryUseOfAReleasedParameterIsAnErrorThatNamesIt) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine&) {
+    net.forward(ones);
+    for (const auto& item : net.named_parameters()) {
+      const at::Tensor& p = item.value();
+      const std::vector<std::function<void()>> uses = {
+          [&] { at::Tensor sum = p + 1; }, [&] { torch::nn::utils::parameters_to_vector({p}); },
+          [&] { p.detach().mul_(2); },     [&] { p.detach().clone(); },
+          [&] { p.sum().item<float>(); },  [&] { at::_foreach_norm(std::vector<at::Tensor>{p.detach()}); },
+          [&] { p.data_ptr<float>(); },
+      };
+      for (size_t i = 0; i < uses.size(); ++i) {
+        try {
+          uses[i]();
+          ADD_FAILURE() << "use " << i << " of " << item.key() << " read memory that is not there";
+        } catch (const std::exception& error) {
+          const std::string first_line = std::string(error.what()).substr(0, std::string(error.what()).find('\n'));
+          EXPECT_THAT(first_line, testing::AllOf(testing::HasSubstr("'" + item.key() + "' was used while its unit is"),
+                                                 testing::HasSubstr("engine.gathered")));
+        }
+      }
+    }
+    net.forward(ones).sum().backward();  // and whole again when they should be
+  });
+}
+
+}  // namespace
+}  // namespace plumb
