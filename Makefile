@@ -9,7 +9,7 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 1800
 export PYTHON SETUP JOBS CMAKE_ARGS
 
-.PHONY: all setup demo test bench mutants asan tsan fuzz format lint install clean distclean help
+.PHONY: all setup demo test bench mutants mutants-all asan tsan fuzz format lint install wheel clean distclean help
 
 all:  ## build the program (build/bin/plumb), the library, the tests
 	@scripts/build build
@@ -28,9 +28,15 @@ test:  ## build and run every test
 bench:  ## compare with plain steps and with the peers in the same run
 	@scripts/bench $(ARGS)
 
-mutants:  ## break each contract once and see that a test notices
+mutants:  ## break each contract, and a sample of single places (SEED=…), and see that a test notices
 	@scripts/build build
 	@tests/mutants/run $(ARGS)
+	$(if $(ARGS),,@tests/mutants/sample-and-run --per-folder 10 --seconds 540 $(if $(SEED),--seed $(SEED)))
+
+mutants-all:  ## the same with every place that can be changed: many hours; goes on where it was interrupted
+	@scripts/build build
+	@tests/mutants/run
+	@tests/mutants/sample-and-run --per-folder 0 --seed 0 --resume
 
 asan:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/test build-asan -DPLUMB_SANITIZE=address
@@ -53,6 +59,9 @@ install:  ## install the library, the program and the CMake package under PREFIX
 	@scripts/build build
 	@cmake --install build --prefix $(PREFIX)
 
+wheel:  ## build a wheel of the Python package into dist/, for the torch that is installed
+	@python=$$(scripts/setup) && $$python -m pip wheel --no-deps --disable-pip-version-check -w dist .
+
 clean:  ## remove what was built
 	rm -rf build build-asan build-tsan build-mutants
 
@@ -60,5 +69,5 @@ distclean: clean  ## remove the virtual environment too
 	rm -rf .venv
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo; sed -n '3,6s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
