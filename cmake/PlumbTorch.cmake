@@ -19,6 +19,13 @@ if(NOT PLUMB_TORCH_DIR)
       COMMAND "${Python_EXECUTABLE}" -c
               "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
       OUTPUT_VARIABLE PLUMB_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    # pip builds in an environment of its own, which hides the packages that are installed; the torch to build with is there.
+    if(NOT PLUMB_TORCH_DIR AND SKBUILD)
+      execute_process(
+        COMMAND ${CMAKE_COMMAND} -E env --unset=PYTHONPATH --unset=PYTHONNOUSERSITE "${Python_EXECUTABLE}" -c
+                "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+        OUTPUT_VARIABLE PLUMB_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    endif()
   endif()
   if(NOT PLUMB_TORCH_DIR AND PLUMB_TORCH_DIR_FALLBACK AND EXISTS "${PLUMB_TORCH_DIR_FALLBACK}")
     set(PLUMB_TORCH_DIR "${PLUMB_TORCH_DIR_FALLBACK}")

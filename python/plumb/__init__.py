@@ -1,0 +1,59 @@
+"""Data-parallel and sharded training whose steps are those of one process.
+
+    engine = plumb.Engine(model, torch.optim.AdamW(model.parameters(), lr=3e-4), strategy="zero3", units=[Block])
+    for batch in loader:
+        model(batch).loss.backward()  # any pattern of forwards and backwards
+        engine.step()
+        engine.zero_grad()
+
+After every ``step()`` the parameters are what one process would hold that had run every rank's forwards and backwards
+itself (each rank's loss weighted 1/N). Otherwise ``plumb.Error``, on every rank.
+"""
+
+import torch as _torch  # first: its libraries are in the process then
+
+try:
+    from . import _C
+except ImportError as _error:
+    raise ImportError(
+        f"plumb was built with another torch than the one installed, {_torch.__version__}; install plumb again with it"
+        f" (pip install --force-reinstall plumb) [{_error}]"
+    ) from None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+if _minor(_torch.__version__) != _minor(_C.torch_version):
+    raise ImportError(
+        f"plumb was built with torch {_C.torch_version}, and this is torch {_torch.__version__}; install plumb again with it"
+    )
+
+from ._C import AdamW, Error, LossScale, Mesh, ParameterGroup, Schedule, SGD, StepInfo, World, strategies
+from .ddp import DistributedDataParallel
+from .engine import Engine
+from .launch import spawn
+from .optim import elementwise
+from .units import unit
+from .world import world
+
+__version__: str = _C.version
+__all__ = [
+    "AdamW",
+    "DistributedDataParallel",
+    "Engine",
+    "Error",
+    "LossScale",
+    "Mesh",
+    "ParameterGroup",
+    "SGD",
+    "Schedule",
+    "StepInfo",
+    "World",
+    "elementwise",
+    "spawn",
+    "strategies",
+    "unit",
+    "world",
+]

@@ -1,0 +1,330 @@
+"""The engine: carries every gradient of a model from the backward that made it to the optimizer that uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, ContextManager, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C, optim, units as _units
+from ._C import Error, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
+from .world import remember
+from .world import world as _world
+
+Named = Iterable[tuple[str, torch.Tensor]]
+AnyOptimizer = Union[_C.AdamW, _C.SGD, torch.optim.Optimizer, None]
+#: By names, by a regular expression over names, or by a predicate over them.
+Match = Union[Sequence[str], str, Callable[[str], bool]]
+Group = Union[ParameterGroup, dict[str, Any]]
+
+
+class Engine:
+    """Trains ``model`` on all ranks as one process would.
+
+    Args:
+        model: a module, or its named parameters. Every rank builds the same one; rank 0's values are everybody's.
+        optimizer: ``plumb.AdamW`` or ``plumb.SGD`` (fused, over flat memory); any ``torch.optim`` object, which stays yours
+            and may be stepped by itself or by ``engine.step()``; or None: ``step()`` only settles the gradients.
+        strategy: a row of the placement table: ``ddp``, ``zero1``, ``zero2``, ``zero3``, ``hsdp``.
+        units: where parameters are sharded, the modules that are gathered before use and released after: a list of classes,
+            modules or names, a predicate over (name, module), or the number of parameters that makes a module a unit.
+            Modules marked by ``plumb.unit`` are units in any case. Parameters of no unit stay whole.
+        mesh: the axes that replication and sharding run over; by default the strategy's own.
+        world: the ranks taking part; by default ``plumb.world()``. A ``torch.distributed`` process group is taken, too.
+        buffers: named tensors that follow rank 0's after each step; by default the module's.
+        clip_norm: gradients are scaled so that their global norm is at most this.
+        accumulate_dtype: the dtype gradients are summed in, over micro-batches and ranks.
+        master_weights: f32 copies of bf16 and f16 parameters, which the optimizer updates. By default with Plumb's
+            optimizers, as with a ``torch.optim`` object one process would have none.
+        loss_scale: dynamic loss scaling, for f16: ``engine.backward`` and ``engine.scale`` multiply the loss.
+        groups: parameters with their own ``lr`` or ``weight_decay`` (Plumb's optimizers): ``{"match": …, "lr": …}``.
+        schedule: of the learning rate (Plumb's optimizers).
+        deterministic: the same bits on every number of ranks and in every strategy.
+
+    >>> import plumb, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> engine.step().step
+    0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Named,
+        optimizer: AnyOptimizer = None,
+        *,
+        strategy: str = "ddp",
+        units: _units.UnitsArgument = None,
+        mesh: Mesh | tuple[int, int] | None = None,
+        world: World | dist.ProcessGroup | None = None,
+        buffers: Named | None = None,
+        bucket_bytes: int | None = None,
+        first_bucket_bytes: int | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        master_weights: bool | None = None,
+        clip_norm: float | None = None,
+        loss_scale: LossScale | float | bool | None = None,
+        schedule: Schedule | None = None,
+        groups: Sequence[Group] = (),
+        hold_unsharded: bool = False,
+        deterministic: bool = False,
+        virtual_ranks: int | None = None,
+        ledger: bool = True,
+    ) -> None:
+        self._native: _C.Engine | None = None
+        self._steps: optim.Whole | optim.Pieces | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        module = model if isinstance(model, nn.Module) else None
+        named = _named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        if buffers is None:
+            buffers = module.named_buffers() if module is not None else ()
+        self._parameters = named
+        self.optimizer = optimizer
+        self.world = _world_of(world, named)
+
+        try:
+            options = _C.Options()
+            options.strategy = strategy
+            options.mesh = _mesh(mesh)
+            if bucket_bytes is not None:
+                options.bucket_bytes = bucket_bytes
+            if first_bucket_bytes is not None:
+                options.first_bucket_bytes = first_bucket_bytes
+            options.accumulate_dtype = accumulate_dtype
+            options.master_weights = not _is_torchs(optimizer) if master_weights is None else master_weights
+            options.clip_norm = clip_norm
+            options.loss_scale = _loss_scale(loss_scale)
+            if schedule is not None:
+                options.schedule = schedule
+            options.groups = [_group(group, named) for group in groups]
+            options.hold_unsharded = hold_unsharded
+            options.deterministic = deterministic
+            if virtual_ranks is not None:
+                options.virtual_ranks = virtual_ranks
+            options.ledger = ledger
+
+            cuts_parameters, _, cuts_state = _C.sharded(strategy, options.mesh, self.world.size)
+            own: list[tuple[nn.Module, list[torch.Tensor]]] = []
+            if module is not None and cuts_parameters:
+                own = _units.own_parameters(module, _units.choose(module, units))
+            elif module is None and units is not None:
+                raise Error("units are modules; give the engine the module, not its parameters")
+            elif module is not None and units is not None:
+                _units.choose(module, units)  # what cannot be found is said in every strategy
+            doors = [_C.Door() for _ in own]
+            native_optimizer: _C.AdamW | _C.SGD | _C.NoOptimizer | _C.UserOptimizer
+            if isinstance(optimizer, torch.optim.Optimizer):
+                if groups or schedule is not None:
+                    raise Error("groups and schedule are of Plumb's optimizers; a torch.optim object has its own")
+                optim.check(optimizer, named, cuts_state, strategy)
+                native_optimizer = _C.UserOptimizer() if cuts_state else _C.NoOptimizer()
+            elif optimizer is None:
+                native_optimizer = _C.NoOptimizer()
+            elif isinstance(optimizer, (_C.AdamW, _C.SGD)):
+                native_optimizer = optimizer
+            else:
+                raise Error(
+                    f"the optimizer is a {type(optimizer).__name__}; expected plumb.AdamW, plumb.SGD, a torch.optim object or None"
+                )
+            named_buffers = _named(buffers, "buffers")
+        except Exception as error:
+            if self.world.size > 1:  # the others are waiting to build theirs
+                with contextlib.suppress(Exception):
+                    self.world.refuse(str(error))
+            raise
+        pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
+        self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
+        remember(self)
+        for door, (unit, _) in zip(doors, own, strict=True):
+            self._handles += _units.hook(unit, door)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            if cuts_state:
+                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size)
+            else:
+                self._steps = optim.Whole(self._native, optimizer)
+
+    # ---- gradients
+
+    def backward(self, loss: torch.Tensor | None, retain_graph: bool = False, weight: float | None = None) -> None:
+        """``loss.backward()``, which also counts where ``loss`` reaches no parameter or is None.
+
+        ``weight``: ``loss`` is a sum over that many things (tokens). Then ``step()`` takes the mean over all of them, of all
+        micro-batches and ranks, as one process would; every backward of the step has a weight, on every rank. Until then
+        gradients are of the sums: clip with ``clip_norm``.
+        """
+        self._engine.backward(loss, retain_graph, None if weight is None else float(weight))
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, to call ``backward()`` on; the loss itself without ``loss_scale``."""
+        return self._engine.scale(loss)
+
+    def no_sync(self) -> ContextManager[None]:
+        """Backwards inside keep their gradients on this rank; a later one, or ``step()``, reduces the sum."""
+        return _C.no_sync(self._engine)
+
+    def deliver(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Hands over a gradient that does not come from autograd, in any dtype; ``end_pass()`` says where a pass ends."""
+        self._engine.deliver(parameter, gradient)
+
+    def end_pass(self) -> None:
+        """The gradients that were delivered since the last one are one backward."""
+        self._engine.end_pass()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients, and the memory they took."""
+        self._engine.zero_grad()
+
+    def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the whole reduced gradient; None where there is none. Every rank calls it."""
+        return self._engine.full_gradient(parameter)
+
+    # ---- steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepInfo:
+        """Settles every gradient of this step over the ranks, clips, and updates the parameters. Every rank calls it."""
+        if self._steps is None:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            return self._engine.step()
+        assert isinstance(self.optimizer, torch.optim.Optimizer)
+        self._engine  # noqa: B018  (an Error if it was closed)
+        try:
+            self.optimizer.step(*(() if closure is None else (closure,)))
+        except BaseException:
+            self._steps.abandon()
+            raise
+        assert self._steps.info is not None
+        return self._steps.info
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        """What the last step of a ``torch.optim`` object did, whoever called it."""
+        return self._steps.info if self._steps is not None else None
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate from now on, of everything without its own."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        else:
+            self._engine.set_lr(lr)
+
+    # ---- parameters
+
+    def gathered(self, parameters: Iterable[torch.Tensor] | nn.Module, write: bool = False) -> ContextManager[None]:
+        """Inside, these parameters are whole, whatever the strategy.
+
+        With ``write``, what rank 0 wrote into them is everybody's at the end; every rank takes part then.
+        """
+        if isinstance(parameters, nn.Module):
+            parameters = parameters.parameters()
+        return _C.gathered(self._engine, list(parameters), write)
+
+    def full_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A whole copy of a parameter."""
+        return self._engine.full_parameter(parameter)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of sharded parameters that are whole right now."""
+        return self._engine.gathered_bytes
+
+    # ---- its end
+
+    def close(self) -> None:
+        """Lets go of the model: later backwards are nobody's business here. Happens by itself at the latest at exit."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        if self._native is not None:
+            self._native.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _engine(self) -> _C.Engine:
+        if self._native is None:
+            raise Error("this engine was never built")
+        return self._native
+
+
+# ---- arguments, as people write them
+
+
+def _is_torchs(optimizer: AnyOptimizer) -> bool:
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
+    result = []
+    try:
+        for name, tensor in pairs:
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise TypeError
+            result.append((name, tensor))
+    except (TypeError, ValueError):
+        raise Error(
+            f"the engine's {what} are a {type(pairs).__name__}; expected a module, or pairs of a name and a tensor"
+            " (module.named_parameters())"
+        ) from None
+    for name, tensor in result:
+        if tensor.is_meta:
+            raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
+    return result
+
+
+def _world_of(given: World | dist.ProcessGroup | None, named: list[tuple[str, torch.Tensor]]) -> World:
+    if isinstance(given, World):
+        return given
+    if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+        raise Error(f"the world is a {type(given).__name__}; expected a plumb.World or a process group of torch.distributed")
+    return _world(given, device=named[0][1].device.type if named else "cpu")
+
+
+def _mesh(mesh: Mesh | tuple[int, int] | None) -> Mesh:
+    if mesh is None:
+        return Mesh()
+    if isinstance(mesh, tuple):
+        return Mesh(replicate=mesh[0], shard=mesh[1])
+    return mesh
+
+
+def _loss_scale(scale: LossScale | float | bool | None) -> LossScale | None:
+    if scale is None or scale is False:
+        return None
+    if scale is True:
+        return LossScale()
+    return scale if isinstance(scale, LossScale) else LossScale(float(scale))
+
+
+def _group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup:
+    if isinstance(group, ParameterGroup):
+        return group
+    unknown = set(group) - {"match", "lr", "weight_decay"}
+    if unknown or "match" not in group:
+        raise Error(f"a group has the keys {sorted(group)}; expected match, and lr or weight_decay")
+    match: Match = group["match"]
+    if callable(match):
+        names = {name for name, _ in named if match(name)}
+    elif isinstance(match, str):
+        names = {name for name, _ in named if re.search(match, name)}
+    else:
+        names = set(match)
+    return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))

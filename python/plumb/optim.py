@@ -1,0 +1,286 @@
+"""The user's own ``torch.optim`` object under an engine.
+
+It stays his: its identity, groups, schedulers, ``zero_grad`` and ``state_dict`` are what they were. During ``step()`` alone,
+where the optimizer's state is sharded, its groups hold this rank's pieces of the parameters instead of the parameters.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from . import _C
+from ._C import Error
+
+O = TypeVar("O", bound=type[torch.optim.Optimizer])
+
+#: Optimizers that update each element by its own gradient and state alone, so that pieces can be updated apart.
+_ELEMENTWISE: set[type] = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+_MARK = "plumb"
+_CLOSED = "_plumb_closed"
+
+
+def elementwise(optimizer: O) -> O:
+    """Declares an optimizer class whose update of an element needs nothing but that element's gradient and state.
+
+    Strategies that shard the optimizer's state then take it. A class decorator, or a call for a class of somebody else's.
+    """
+    _ELEMENTWISE.add(optimizer)
+    return optimizer
+
+
+def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str) -> None:
+    """An Error if this optimizer cannot be honoured over these parameters."""
+    name = type(optimizer).__name__
+    if getattr(optimizer, _CLOSED, False):
+        _refuse()
+    if sharded and type(optimizer) not in _ELEMENTWISE:
+        raise Error(
+            f"{name} may look at whole parameters, and strategy '{strategy}' gives each rank pieces of them: use 'ddp'; or,"
+            f" if every element is updated by its own gradient and state alone, say so: plumb.elementwise({name})"
+        )
+    known = {id(parameter) for _, parameter in named}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise Error(
+                    f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's;"
+                    " build the optimizer over the parameters of the model that the engine gets"
+                )
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
+    """What step() compares over the ranks: the optimizer's kind and layout as a digest, and every number of its groups."""
+    layout = [
+        (sorted(key for key in group if key != "params"), [tuple(parameter.shape) for parameter in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    digest = zlib.crc32(repr((type(optimizer).__name__, layout)).encode())
+    values = [("the optimizer's class, groups and parameters (as a digest)", float(digest))]
+    for g, group in enumerate(optimizer.param_groups):
+        for key in sorted(group):
+            value = group[key]
+            numbers = value if isinstance(value, (tuple, list)) else [value]
+            if key == "params":
+                continue
+            for number in numbers:
+                if isinstance(number, (bool, int, float)):
+                    values.append((f"{key} of the optimizer's group {g}", float(number)))
+    return values
+
+
+class Whole:
+    """Where every rank holds all of the optimizer's state: it steps over the parameters, once their gradients are settled."""
+
+    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer) -> None:
+        self.native, self.optimizer = native, optimizer
+        self.info: _C.StepInfo | None = None
+        self.handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+        self.groups: list[list[torch.Tensor]] | None = None
+
+    def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure, args, kwargs = _closure_of(args, kwargs)
+        if closure is None:
+            self._settle()
+            return None
+
+        def settled() -> Any:  # may be called several times; each time gradients are what one process would have
+            loss = closure()
+            self._settle()
+            return loss
+
+        return (args[0], settled, *args[1:]), kwargs
+
+    def abandon(self) -> None:
+        """The optimizer threw: its groups are the user's again."""
+        self._after()
+
+    def _settle(self) -> None:
+        self.native.compare_settings(settings(self.optimizer))
+        self.info = self.native.step()
+        if self.info.skipped and self.groups is None:
+            self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
+
+    def _after(self, *_: object) -> None:
+        if self.groups is not None:
+            _swap(self.optimizer, self.groups)
+            self.groups = None
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Pieces:
+    """Where each rank holds a part of the optimizer's state: it steps over this rank's pieces, as flat leaves."""
+
+    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
+        self.native, self.optimizer = native, optimizer
+        self.place = {"rank": rank, "size": size}
+        self.info: _C.StepInfo | None = None
+        self.leaf_of: dict[int, torch.Tensor] = {}  # by parameter
+        self.begin_of: dict[int, int] = {}
+        self.groups: list[list[torch.Tensor]] | None = None
+        self.stepping = False
+        self.handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._swap_in),
+            optimizer.register_state_dict_post_hook(self._mark),
+            optimizer.register_load_state_dict_pre_hook(self._check_load),
+            optimizer.register_load_state_dict_post_hook(self._cut_loaded),
+        ]
+
+    # ---- a step
+
+    def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        self.abandon()  # a step that the optimizer left by an exception
+        closure, args, kwargs = _closure_of(args, kwargs)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            result = (args[0], lambda: loss, *args[1:]), kwargs
+        self.native.compare_settings(settings(self.optimizer))
+        self.info = self.native.begin_step()
+        self.stepping = not self.info.skipped
+        if self.info.skipped:
+            self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
+            return result
+        for piece in self.native.pieces():
+            key = id(piece.parameter)
+            leaf = self.leaf_of.get(key)
+            if leaf is None:
+                leaf = self._new_leaf(piece)
+            leaf.grad = piece.gradient
+        self._swap_in()
+        return result
+
+    def _new_leaf(self, piece: _C.Piece) -> torch.Tensor:
+        key = id(piece.parameter)
+        leaf = torch.nn.Parameter(piece.weight.detach(), requires_grad=False)
+        self.leaf_of[key], self.begin_of[key] = leaf, piece.begin
+        state = self.optimizer.state.pop(piece.parameter, None)  # of before this engine, or loaded
+        if state is not None:
+            self.optimizer.state[leaf] = self._cut(state, piece.parameter, leaf, piece.begin)
+        return leaf
+
+    @staticmethod
+    def _cut(state: dict[str, Any], parameter: torch.Tensor, leaf: torch.Tensor, begin: int) -> dict[str, Any]:
+        def one(key: str, value: Any) -> Any:
+            if not torch.is_tensor(value) or value.shape != parameter.shape or (value.dim() == 0 and key == "step"):
+                return value
+            flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+            flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+            return flat[begin : begin + leaf.numel()].clone()
+
+        return {key: one(key, value) for key, value in state.items()}
+
+    def _after(self, *_: object) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the step under way, if there is one: with what the optimizer updated, also where it threw in the middle."""
+        self._swap_out()
+        if not self.stepping:
+            return
+        self.stepping = False
+        for leaf in self.leaf_of.values():
+            leaf.grad = None
+        self.native.end_step()
+
+    # ---- its groups
+
+    def _swap_in(self, *_: object) -> None:
+        leaves = [[self.leaf_of.get(id(p), p) for p in group["params"]] for group in self.optimizer.param_groups]
+        self.groups = _swap(self.optimizer, leaves)
+
+    def _swap_out(self, *_: object) -> None:
+        if self.groups is not None:
+            _swap(self.optimizer, self.groups)
+            self.groups = None
+
+    # ---- its state
+
+    def _mark(self, _: object, state: dict[str, Any]) -> None:
+        self._swap_out()
+        if self.leaf_of:
+            state[_MARK] = dict(self.place)
+
+    def _check_load(self, _: object, state: dict[str, Any]) -> None:
+        place = state.get(_MARK)
+        if place is not None and place != self.place:
+            raise Error(
+                f"this optimizer state is of rank {place['rank']} of {place['size']}, and this is rank {self.place['rank']} of"
+                f" {self.place['size']}: each rank loads what it saved"
+            )
+        self.loads_pieces = place is not None
+        if self.loads_pieces and not self.leaf_of:
+            raise Error("optimizer state of a rank's pieces is loaded before the engine's first step; take that step first")
+        if self.loads_pieces:
+            self._swap_in()
+
+    def _cut_loaded(self, _: object) -> None:
+        self._swap_out()
+        if self.loads_pieces:
+            return
+        for group in self.optimizer.param_groups:  # of whole parameters: each rank keeps its pieces
+            for parameter in group["params"]:
+                leaf = self.leaf_of.get(id(parameter))
+                state = self.optimizer.state.pop(parameter, None)
+                if leaf is not None and state is not None:
+                    self.optimizer.state[leaf] = self._cut(state, parameter, leaf, self.begin_of[id(parameter)])
+                elif state is not None:
+                    self.optimizer.state[parameter] = state
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.leaf_of:
+            self.optimizer.register_step_pre_hook(_refuse)
+            self.optimizer.register_state_dict_pre_hook(_refuse)
+            setattr(self.optimizer, _CLOSED, True)
+
+
+def _refuse(*_: object) -> None:
+    raise Error(
+        "this optimizer's state is in pieces that its engine held, and the engine was closed: save optimizer.state_dict() before"
+        " close(), and build a new optimizer after it"
+    )
+
+
+def _swap(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    before = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return before
+
+
+def _closure_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """The closure of optimizer.step(…), and the arguments (the optimizer first) without it."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], args, {key: value for key, value in kwargs.items() if key != "closure"}
+    if len(args) > 1 and callable(args[1]):
+        return args[1], (args[0], *args[2:]), kwargs
+    return None, args, kwargs

@@ -1,0 +1,126 @@
+"""Units: modules whose parameters are whole only around their forward and while a backward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, Union
+
+import torch
+from torch import nn
+
+from ._C import Door, Error
+
+M = TypeVar("M", bound=nn.Module)
+
+#: Classes, modules or names of modules; a predicate over (name, module); or a number of parameters from which on a module
+#: is a unit.
+UnitsArgument = Union[Iterable[Union[type[nn.Module], nn.Module, str]], Callable[[str, nn.Module], bool], int, None]
+
+
+def unit(module: M) -> M:
+    """Makes ``module`` a unit of the engine that will be built over it: its own parameters, without those of units inside.
+
+    >>> import plumb, torch
+    >>> block = plumb.unit(torch.nn.Linear(4, 4))
+    """
+    module._plumb_unit = True  # type: ignore[assignment]
+    return module
+
+
+class _Hook:
+    """Enters or leaves a unit. A copy of the module (deepcopy, pickle) is no unit any more."""
+
+    def __init__(self, door: Door | None = None) -> None:
+        self.door = door
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return type(self), ()
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.door is not None:
+            self.door.enter()
+
+
+class _Leave(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if self.door is not None:
+            self.door.leave()
+
+
+def choose(root: nn.Module, wanted: UnitsArgument) -> list[nn.Module]:
+    """The modules of ``root`` that are units, each once, the outer before the inner."""
+    named = list(root.named_modules())
+    chosen = {id(module) for _, module in named if getattr(module, "_plumb_unit", False)}
+    if isinstance(wanted, bool) or isinstance(wanted, (str, nn.Module, type)):
+        raise Error(f"units={wanted!r}; expected a list of classes, modules or names, a predicate, or a number")
+    if isinstance(wanted, int):
+        _by_size(root, wanted, chosen)
+    elif callable(wanted):
+        chosen |= {id(module) for name, module in named if wanted(name, module)}
+    elif wanted is not None:
+        for one in wanted:
+            if isinstance(one, str):
+                found = [module for name, module in named if name == one]
+            elif isinstance(one, type):
+                found = [module for _, module in named if isinstance(module, one)]
+            else:
+                found = [module for _, module in named if module is one]
+            if not found:
+                what = one if isinstance(one, str) else one.__name__ if isinstance(one, type) else type(one).__name__
+                raise Error(f"units names '{what}', and the model has no such module")
+            chosen |= {id(module) for module in found}
+    return [module for _, module in named if id(module) in chosen]
+
+
+def _by_size(module: nn.Module, size: int, chosen: set[int]) -> int:
+    """From the inside: a module with ``size`` parameters that no unit inside of it has. How many are left outside."""
+    if size <= 0:
+        raise Error(f"units={size}; a number of parameters must be positive")
+    left = sum(_by_size(child, size, chosen) for child in module.children())
+    left += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    if left < size:
+        return left
+    chosen.add(id(module))
+    return 0
+
+
+def own_parameters(root: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, list[torch.Tensor]]]:
+    """By unit, its own parameters: those of no unit inside it.
+
+    A tied parameter is known to every unit that uses it, and stays whole if a module outside of all units uses it too.
+    """
+    chosen = {id(module) for module in units}
+    own: dict[int, tuple[nn.Module, dict[int, torch.Tensor]]] = {}
+    outside: set[int] = set()
+
+    def walk(module: nn.Module, around: dict[int, torch.Tensor] | None) -> None:
+        if id(module) in chosen:
+            around = own.setdefault(id(module), (module, {}))[1]
+        for parameter in module.parameters(recurse=False):
+            if around is None:
+                outside.add(id(parameter))
+            else:
+                around[id(parameter)] = parameter
+        for child in module.children():
+            walk(child, around)
+
+    walk(root, None)
+    result = []
+    for module, parameters in own.values():
+        mine = [parameter for key, parameter in parameters.items() if key not in outside]
+        if mine:
+            result.append((module, mine))
+    return result
+
+
+def hook(module: nn.Module, door: Door) -> list[torch.utils.hooks.RemovableHandle]:
+    """Opens the unit before everything else that runs around its forward, and closes it after, also after an exception."""
+    return [
+        module.register_forward_pre_hook(_Enter(door), prepend=True),
+        module.register_forward_hook(_Leave(door), always_call=True),
+    ]

@@ -1,0 +1,84 @@
+"""The ranks taking part, found without being told; and leaving them when the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ._C import Error, World
+
+_worlds: dict[Any, World] = {}  # by process group; None: without torch.distributed
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def world(group: dist.ProcessGroup | None = None, *, device: str = "cpu", timeout: float = 60.0) -> World:
+    """The world of this process, the same one at every call.
+
+    Where ``torch.distributed`` is initialised, its ranks (those of ``group``, if given) over its backend. Otherwise the
+    ranks that torchrun, mpirun or srun describe in the environment. Otherwise one rank.
+
+    ``timeout``: seconds a collective may wait for a rank before every waiting rank gets an error.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    if group is None and initialised:
+        group = dist.distributed_c10d._get_default_group()
+    known = _worlds.get(group)
+    if known is not None:
+        return known
+    if group is None:
+        found = World.join(device=device, timeout=timeout)
+    else:
+        found = _of_group(group, device, timeout)
+    _worlds[group] = found
+    return found
+
+
+def _of_group(group: dist.ProcessGroup, device: str, timeout: float) -> World:
+    try:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        store = dist.distributed_c10d._get_process_group_store(group)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise Error(f"this process group was destroyed, or this process is none of its ranks; make a new one [{error}]") from None
+    if size == 1:
+        return World()
+    name = group._get_backend(torch.device(device)).name()
+    if name in ("gloo", "nccl"):
+        # Connections of our own beside the user's: his collectives and ours need no common order.
+        return World.meet(store, rank, size, backend=name, device=device, timeout=timeout)
+    return World.adopt(group, store, device=device, timeout=timeout)
+
+
+def remember(engine: _Closable) -> None:
+    """``engine`` is closed when the interpreter ends, if it still lives then."""
+    _engines.add(engine)
+
+
+def _forget() -> None:
+    # A forked process is no rank: what it inherited is its parent's, which uses it and will end it.
+    _worlds.clear()
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def leave() -> None:
+    """Closes every engine and leaves every world of this process. Happens by itself at exit."""
+    # While Python is whole: threads that end later would look for an interpreter that is gone.
+    for engine in list(_engines):
+        engine.close()
+    for known in _worlds.values():
+        known.leave()
+    _worlds.clear()

@@ -1,0 +1,60 @@
+// plumb.Error, and how exceptions of C++ become Python's.
+#include "bind.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include "plumb/error.h"
+
+namespace plumb::python {
+namespace {
+
+PyObject* error_type = nullptr;
+
+void set(PyObject* type, const char* what) { PyErr_SetString(type, what); }
+
+// What it does not know goes on, to pybind11's own translators.
+void translate(std::exception_ptr thrown) {
+  if (!thrown) return;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (python_error& error) {
+    error.restore();
+  } catch (const Error& error) {
+    set(error_type, error.what());
+  } catch (const c10::IndexError& error) {
+    set(PyExc_IndexError, error.what_without_backtrace());
+  } catch (const c10::ValueError& error) {
+    set(PyExc_ValueError, error.what_without_backtrace());
+  } catch (const c10::TypeError& error) {
+    set(PyExc_TypeError, error.what_without_backtrace());
+  } catch (const c10::NotImplementedError& error) {
+    set(PyExc_NotImplementedError, error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    set(PyExc_RuntimeError, error.what_without_backtrace());
+  }
+}
+
+}  // namespace
+
+void set_error(const std::exception_ptr& thrown) noexcept {
+  try {
+    translate(thrown);
+  } catch (const std::exception& error) {
+    set(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    set(PyExc_RuntimeError, "plumb: an exception of an unknown kind");
+  }
+}
+
+void bind_error(py::module_& module) {
+  error_type = PyErr_NewExceptionWithDoc("plumb.Error",
+                                         "What was found, what was expected, what to do; with the rank and the "
+                                         "parameter's name.",
+                                         PyExc_RuntimeError, nullptr);
+  module.attr("Error") = py::reinterpret_borrow<py::object>(error_type);
+  py::register_local_exception_translator(&translate);
+}
+
+}  // namespace plumb::python

@@ -1,0 +1,543 @@
+"""The native face: arguments, steps, gathered parameters, weights of losses, errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from programs import plain
+from stage import Block, Net, Play, compare, distance, make
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+
+
+# ---- losses that are sums
+
+
+def token_means(strategy: str, options: dict[str, Any]) -> tuple[float, float]:
+    """Ranks and micro-batches of different lengths: one process would divide by the number of all tokens."""
+    world = plumb.world()
+    lengths = [[3, 7, 0], [11, 1, 5]]  # by rank and micro-batch
+    model, twin = make(), make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], clip_norm=0.05, **options)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+
+    def tokens(rank: int, i: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * rank + i)
+        return torch.randn(lengths[rank][i], 12, generator=generator, dtype=torch.float64)
+
+    norm = 0.0
+    for step in range(2):
+        for i in range(3):
+            batch = tokens(world.rank, i)
+            loss = model(batch).pow(2).sum() if len(batch) else None
+            if step == 1 and i < 2:
+                with engine.no_sync():
+                    engine.backward(loss, weight=len(batch))
+            else:
+                engine.backward(loss, weight=len(batch))
+        info = engine.step()
+        engine.zero_grad()
+        everything = torch.cat([tokens(rank, i) for rank in range(2) for i in range(3)])
+        (twin(everything).pow(2).sum() / len(everything)).backward()
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+        assert info.grad_norm is not None
+        norm = max(norm, float((info.grad_norm - expected).abs() / expected))
+        optimizer.step()
+        optimizer.zero_grad()
+    return distance(engine, model, twin), norm
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_is_a_sum_becomes_the_mean_over_all_tokens(strategy: str, options: dict[str, Any]) -> None:
+    for far, norm in plumb.spawn(token_means, 2, (strategy, options)):
+        assert far < 1e-10 and norm < 1e-6
+
+
+def dropped_micro_batch(how: str) -> float:
+    model, twin = make(), make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    play, reference = Play(model, 0, 1, 1.0), Play(twin, 0, 1, 1.0)
+    engine.backward(play.loss(0) * 5, weight=5)
+    if how == "none":
+        model.zero_grad(set_to_none=True)
+    elif how == "zeros":
+        model.zero_grad(set_to_none=False)
+    else:
+        engine.zero_grad()
+    engine.backward(play.loss(1) * 3, weight=3)
+    engine.step()
+    reference.backward(reference.loss(1))
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("how", ["none", "zeros", "engine"])
+def test_gradients_that_were_cleared_weigh_nothing(how: str) -> None:
+    assert dropped_micro_batch(how) < 1e-12
+
+
+def test_weights_are_of_all_backwards_of_a_step_or_of_none() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    play = Play(model, 0, 1, 1.0)
+    engine.backward(play.loss(0), weight=1)
+    play.loss(1).backward()
+    with pytest.raises(plumb.Error, match="gave a weight to 1 of its 2 backwards"):
+        engine.step()
+
+
+def test_a_weight_does_not_join_gradients_of_another_kind() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    play = Play(model, 0, 1, 1.0)
+    engine.backward(play.loss(0), weight=2)
+    engine.step()  # and no zero_grad
+    with pytest.raises(plumb.Error, match="zero_grad"):
+        engine.backward(play.loss(0), weight=2)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_count(weight: float) -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    with pytest.raises(plumb.Error, match="weight"):
+        engine.backward(Play(model, 0, 1, 1.0).loss(0), weight=weight)
+
+
+# ---- options
+
+
+def clipped_by_hand(strategy: str) -> float:
+    model, twin = make(), make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy)
+    play = Play(model, engine.world.rank, 2, 1.0)
+    play.loss(0).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    engine.step()
+    for rank in range(2):
+        other = Play(twin, rank, 2, 0.5)
+        other.backward(other.loss(0))
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_clip_grad_norm_of_torch_is_that_of_one_process(strategy: str) -> None:
+    assert max(plumb.spawn(clipped_by_hand, 2, (strategy,))) < 1e-10
+
+
+def overflows(strategy: str) -> list[tuple[bool, float]]:
+    """A gradient of rank 1 alone is infinite in the second step."""
+    model = make(torch.float32)
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], loss_scale=plumb.LossScale(8.0))
+    play = Play(model, engine.world.rank, 2, 1.0)
+    seen = []
+    for step in range(3):
+        factor = float("inf") if step == 1 and engine.world.rank == 1 else 1.0
+        engine.scale(play.loss(step) * factor).backward()
+        info = engine.step()
+        engine.zero_grad()
+        seen.append((info.skipped, info.loss_scale))
+    return seen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_skips_a_step_that_overflows_on_one(strategy: str) -> None:
+    for seen in plumb.spawn(overflows, 2, (strategy,)):
+        assert seen == [(False, 8.0), (True, 8.0), (False, 4.0)]
+
+
+def digest(strategy: str) -> bytes:
+    model = make(torch.float32)
+    engine = plumb.Engine(
+        model, plumb.AdamW(lr=0.01), strategy=strategy, units=[Block], deterministic=True, virtual_ranks=4
+    )
+    for step in range(2):
+        for share in range(4 // engine.world.size):
+            number = engine.world.rank * (4 // engine.world.size) + share
+            (Play(model, number, 4, 1.0).loss(step) * (engine.world.size / 4)).backward()
+        engine.step()
+        engine.zero_grad()
+    return b"".join(engine.full_parameter(p).numpy().tobytes() for p in model.parameters())
+
+
+def test_deterministic_runs_have_the_same_bits_on_every_number_of_ranks() -> None:
+    runs = [plumb.spawn(digest, ranks, (strategy,))[0] for ranks, strategy in ((1, "ddp"), (2, "zero3"), (4, "zero2"))]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def scheduled() -> None:
+    model, twin = make(), make()
+    engine = plumb.Engine(
+        model,
+        plumb.AdamW(lr=0.1, weight_decay=0.5),
+        strategy="zero2",
+        schedule=plumb.Schedule(warmup=2),
+        groups=[{"match": r"bias|norm", "lr": 0.01, "weight_decay": 0.0}],
+    )
+    small = [p for name, p in twin.named_parameters() if "bias" in name or "norm" in name]
+    large = [p for name, p in twin.named_parameters() if not ("bias" in name or "norm" in name)]
+    optimizer = torch.optim.AdamW(
+        [{"params": large, "lr": 0.1, "weight_decay": 0.5}, {"params": small, "lr": 0.01, "weight_decay": 0.0}]
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 2))
+    for step in range(3):
+        Play(model, engine.world.rank, 2, 1.0).loss(step).backward()
+        info = engine.step()
+        engine.zero_grad()
+        assert info.lr == pytest.approx(optimizer.param_groups[0]["lr"])
+        for rank in range(2):
+            other = Play(twin, rank, 2, 0.5)
+            other.backward(other.loss(step))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert distance(engine, model, twin) < 1e-10
+
+
+def test_groups_and_schedules_are_those_of_torch() -> None:
+    plumb.spawn(scheduled, 2)
+
+
+# ---- parameters that are whole for a while
+
+
+def gathers() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[Block])
+    weight = model.blocks[0].up.weight
+    with pytest.raises(RuntimeError, match="blocks.0"):
+        weight.sum()
+    with engine.gathered(model):
+        state = copy.deepcopy(model.state_dict())
+        twin = copy.deepcopy(model)
+    assert engine.gathered_bytes == 0
+    assert all(torch.equal(state[name], value) for name, value in make().state_dict().items())
+    twin.blocks[0](torch.ones(1, 12, dtype=torch.float64))  # a copy is no unit
+    with engine.gathered([weight], write=True):
+        if engine.world.rank == 0:
+            with torch.no_grad():
+                weight.fill_(7.0)
+    assert torch.equal(engine.full_parameter(weight), torch.full_like(state["blocks.0.up.weight"], 7.0))
+    with pytest.raises(plumb.Error, match="blocks.0.up.weight"), engine.gathered([weight]):
+        with torch.no_grad():
+            weight.fill_(8.0)
+    with pytest.raises(KeyError), engine.gathered([weight], write=True):  # on every rank: nothing is published
+        with torch.no_grad():
+            weight.fill_(9.0)
+        raise KeyError
+    assert torch.equal(engine.full_parameter(weight), torch.full_like(state["blocks.0.up.weight"], 7.0))
+
+
+def test_gathered_parameters_are_whole_and_rank_0_writes() -> None:
+    plumb.spawn(gathers, 2)
+
+
+UNITS: dict[str, Any] = {
+    "classes": [Block],
+    "names": ["blocks.0", "blocks.2"],
+    "predicate": lambda name, module: name.endswith(".up"),
+    "size": 600,
+    "root": lambda name, module: name == "",
+    "nested": [Block, nn.Linear],
+}
+
+
+def chosen(units: Any, tied: bool) -> float:
+    model, twin = make(tied=tied), make(tied=tied)
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=units)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        Play(model, engine.world.rank, 2, 1.0).loss(step).backward()
+        engine.step()
+        engine.zero_grad()
+        for rank in range(2):
+            other = Play(twin, rank, 2, 0.5)
+            other.backward(other.loss(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.gathered_bytes == 0
+    far = distance(engine, model, twin)
+    engine.close()
+    return far
+
+
+def all_choices() -> dict[tuple[str, bool], float]:
+    return {(name, tied): chosen(units, tied) for name, units in UNITS.items() for tied in (False, True)}
+
+
+def test_units_are_chosen_in_every_way_and_tied_weights_are_right_in_all() -> None:
+    for by_choice in plumb.spawn(all_choices, 2):
+        assert {key: far for key, far in by_choice.items() if far > 1e-10} == {}
+
+
+def test_a_unit_is_marked_by_hand() -> None:
+    model = make()
+    plumb.unit(model.blocks[1])
+    from plumb.units import choose, own_parameters
+
+    assert choose(model, None) == [model.blocks[1]]
+    assert {id(p) for p in own_parameters(model, [model.blocks[1]])[0][1]} == {
+        id(p) for p in model.blocks[1].parameters()
+    }
+
+
+# ---- gradients from elsewhere
+
+
+def delivers() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=1.0))
+    before = model.first.weight.detach().clone()
+    engine.deliver(model.first.weight, torch.full_like(before, float(engine.world.rank)))
+    engine.end_pass()
+    engine.step()
+    assert torch.allclose(model.first.weight, before - 0.5)
+
+
+def test_delivered_gradients_count_as_a_backward() -> None:
+    plumb.spawn(delivers, 2)
+
+
+def runs_out_of_batches(strategy: str) -> float:
+    """Rank 1 has one batch less."""
+    model, twin = make(), make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block])
+    play = Play(model, engine.world.rank, 2, 1.0)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        engine.backward(play.loss(step) if step == 0 or engine.world.rank == 0 else None)
+        engine.step()
+        engine.zero_grad()
+        for rank in range(2 if step == 0 else 1):
+            other = Play(twin, rank, 2, 0.5)
+            other.backward(other.loss(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_without_a_batch_takes_part_with_nothing(strategy: str) -> None:
+    assert max(plumb.spawn(runs_out_of_batches, 2, (strategy,))) < 1e-10
+
+
+# ---- reading gradients
+
+
+def test_a_gradient_that_was_merely_read_stays_where_it_is() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    places = set()
+    for step in range(6):
+        Play(model, 0, 1, 1.0).loss(step).backward()
+        engine.step()
+        if step > 0:  # the first one moves them into their final order
+            places.add(model.first.weight.grad.data_ptr())
+        engine.zero_grad()
+    assert len(places) == 1
+
+
+def test_a_gradient_that_is_kept_is_not_overwritten() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    Play(model, 0, 1, 1.0).loss(0).backward()
+    engine.step()
+    engine.zero_grad()
+    Play(model, 0, 1, 1.0).loss(0).backward()
+    kept = model.first.weight.grad
+    values = kept.clone()
+    engine.step()
+    engine.zero_grad()
+    Play(model, 0, 1, 1.0).loss(1).backward()
+    assert torch.equal(kept, values)
+
+
+# ---- bad input
+
+
+def test_says_what_is_wrong_with_its_arguments() -> None:
+    model = make()
+    cases: list[tuple[str, Any]] = [
+        ("expected a module", lambda: plumb.Engine(42)),  # type: ignore[arg-type]
+        ("expected a module", lambda: plumb.Engine(list(model.parameters()))),  # type: ignore[arg-type]
+        ("zero9", lambda: plumb.Engine(model, strategy="zero9")),
+        ("expected plumb.AdamW", lambda: plumb.Engine(model, "adam")),  # type: ignore[arg-type]
+        ("no such module", lambda: plumb.Engine(model, units=["blocks.9"])),
+        ("no such module", lambda: plumb.Engine(model, units=[nn.Conv2d])),
+        ("none of the engine's", lambda: plumb.Engine(model, torch.optim.SGD(make().parameters(), lr=0.1))),
+        ("plumb.World or a process group", lambda: plumb.Engine(model, world=3)),  # type: ignore[arg-type]
+        ("clip_norm", lambda: plumb.Engine(model, clip_norm=-1.0)),
+        ("meta", lambda: plumb.Engine(nn.Linear(2, 2, device="meta"))),
+        ("nothing to train", lambda: plumb.Engine(make().requires_grad_(False))),
+        ("matches no parameter", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"match": "xyz", "lr": 1.0}])),
+        ("keys", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"lr": 1.0}])),
+        ("learning rate", lambda: plumb.Engine(model, plumb.SGD(lr=-1.0))),
+    ]
+    for said, build in cases:
+        with pytest.raises(plumb.Error, match=said):
+            build()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))  # and the process goes on
+    with pytest.raises(plumb.Error, match="belongs to another engine"):
+        plumb.Engine(model, plumb.SGD(lr=0.1))
+    engine.close()
+    with pytest.raises(plumb.Error, match="closed"):
+        engine.step()
+    plumb.Engine(model, plumb.SGD(lr=0.1)).close()
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(plumb.Error):
+        plumb.Engine(model, plumb.SGD())
+
+
+def refusals_are_everybodys() -> str:
+    model = make()
+    if plumb.world().rank == 1:
+        model.requires_grad_(False)
+    try:
+        plumb.Engine(model, plumb.SGD())
+    except plumb.Error as error:
+        first = str(error)
+    else:
+        return "nothing"
+    assert compare(plain, strategy="ddp") < 1e-10  # the process can go on
+    return first
+
+
+def test_what_one_rank_cannot_build_is_an_error_on_every_rank() -> None:
+    zero, one = plumb.spawn(refusals_are_everybodys, 2)
+    assert "rank 1" in zero and "nothing to train" in zero
+    assert "nothing to train" in one
+
+
+def foreign_optimizer_on_rank_1() -> str:
+    model = make()
+    parameters = (make() if plumb.world().rank == 1 else model).parameters()
+    try:
+        plumb.Engine(model, torch.optim.SGD(parameters, lr=0.1))
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_python_refuses_on_one_rank_is_an_error_on_every_rank() -> None:
+    zero, one = plumb.spawn(foreign_optimizer_on_rank_1, 2)
+    assert "rank 1 could not set up its engine" in zero and "none of the engine's" in zero
+    assert "none of the engine's" in one
+
+
+def changes_the_model() -> str:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    Play(model, engine.world.rank, 2, 1.0).loss(0).backward()
+    engine.step()
+    model.float()
+    try:
+        Play(model, engine.world.rank, 2, 1.0).loss(0).backward()
+        engine.step()
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_that_changed_its_dtype_is_refused() -> None:
+    for said in plumb.spawn(changes_the_model, 2):
+        assert "first" in said or "last" in said or "blocks" in said, said
+
+
+# ---- threads, collection, leaks
+
+
+def test_threads_run_their_own_backwards() -> None:
+    models = [make() for _ in range(4)]
+    engines = [plumb.Engine(model, plumb.SGD(lr=0.1)) for model in models]
+
+    def train(i: int) -> None:
+        for step in range(5):
+            Play(models[i], 0, 1, 1.0).loss(step).backward()
+            engines[i].step()
+            engines[i].zero_grad()
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    train_alone = make()
+    optimizer = torch.optim.SGD(train_alone.parameters(), lr=0.1)
+    for step in range(5):
+        Play(train_alone, 0, 1, 1.0).loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for engine, model in zip(engines, models, strict=True):
+        assert distance(engine, model, train_alone) < 1e-12
+
+
+def collects_at_every_allocation(strategy: str) -> None:
+    """Hooks in Python see every gradient, threads ask the engine meanwhile, and garbage is collected all the time."""
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block])
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: (p.grad, [[]])[1] and None)
+    stop = threading.Event()
+
+    def asks() -> None:
+        while not stop.is_set():
+            with engine.no_sync():
+                pass
+            engine.gathered_bytes
+            [torch.ones(1)]
+
+    thread = threading.Thread(target=asks)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for step in range(5):
+            play = Play(model, engine.world.rank, 2, 1.0)
+            loss = play.loss(step)
+            loss.backward()
+            engine.step()
+            engine.zero_grad()
+            if step == 0:
+                thread.start()
+    finally:
+        stop.set()
+        thread.join()
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_nobody_waits_for_the_interpreter_with_a_lock_of_ours(strategy: str) -> None:
+    plumb.spawn(collects_at_every_allocation, 1, (strategy,), timeout=60)
+
+
+def test_engines_leave_nothing_behind() -> None:
+    def build_and_drop() -> weakref.ref[Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = plumb.Engine(model, torch.optim.AdamW(model.parameters()), strategy="zero2")
+        model(torch.ones(2, 4)).sum().backward()
+        engine.step()
+        return weakref.ref(model[0].weight)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(1 for one in gc.get_objects() if isinstance(one, (torch.Tensor, plumb.Engine, plumb._C.Engine)))
+
+    build_and_drop()
+    before = alive()
+    refs = [build_and_drop() for _ in range(200)]
+    assert alive() <= before
+    assert all(ref() is None for ref in refs)

@@ -1,0 +1,139 @@
+"""Where ranks come from, and how they leave."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plumb
+from programs import plain
+from stage import compare
+
+PACKAGE = str(pathlib.Path(plumb.__file__).resolve().parents[1]) if "PLUMB_INSTALLED" in os.environ else str(
+    pathlib.Path(plumb._C.__file__).parents[1]
+)
+
+
+def test_alone_without_anything() -> None:
+    world = plumb.World.join()
+    assert (world.rank, world.size) == (0, 1)
+
+
+def over_torch_distributed() -> tuple[int, int, str, float]:
+    dist.init_process_group("gloo")
+    world = plumb.world()
+    assert plumb.world() is world
+    other = torch.ones(1)
+    dist.all_reduce(other)  # the user's own collectives go on beside ours
+    far = compare(plain, strategy="zero3")
+    dist.all_reduce(other)
+    assert float(other) == 4
+    return world.rank, world.size, world.backend, far
+
+
+def test_takes_torch_distributed_as_it_is() -> None:
+    for rank, (mine, size, backend, far) in enumerate(plumb.spawn(over_torch_distributed, 2)):
+        assert (mine, size, backend) == (rank, 2, "gloo")
+        assert far < 1e-10
+
+
+def over_a_sub_group() -> tuple[int, int, float]:
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    world = plumb.world(pairs[dist.get_rank() // 2])
+    return world.rank, world.size, compare(plain, strategy="zero2", world=world)
+
+
+def test_takes_a_sub_group() -> None:
+    for rank, (mine, size, far) in enumerate(plumb.spawn(over_a_sub_group, 4)):
+        assert (mine, size) == (rank % 2, 2)
+        assert far < 1e-10
+
+
+def closed_group() -> str:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group()
+    try:
+        plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD(), world=group)
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_says_that_a_process_group_is_closed() -> None:
+    for said in plumb.spawn(closed_group, 2):
+        assert "destroyed" in said, said
+
+
+def test_spawn_tells_who_failed_and_why() -> None:
+    def fails() -> None:
+        if plumb.world().rank == 1:
+            raise ValueError("no more batches")
+        plumb.world().barrier()
+
+    with pytest.raises(plumb.Error, match="(?s)rank 1: ValueError: no more batches"):
+        plumb.spawn(fails, 2)
+
+
+# ---- leaving
+
+TRAIN = """
+    import torch, plumb, sys
+    {before}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine = plumb.Engine(model, torch.optim.AdamW(model.parameters()), strategy="{strategy}", units=[torch.nn.Linear])
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        engine.step()
+        engine.zero_grad()
+    {after}
+"""
+
+
+def run(before: str, after: str, strategy: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two processes that nobody cleans up after."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code = textwrap.dedent(TRAIN).format(before=before, after=after, strategy=strategy)
+    env = {
+        **os.environ, "PYTHONPATH": PACKAGE, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for rank in range(2)
+    ]
+    done = []
+    for process in running:
+        out, err = process.communicate(timeout=240)
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return done
+
+
+GLOO = "import torch.distributed as dist; dist.init_process_group('gloo')"
+
+
+@pytest.mark.parametrize("before", ["", GLOO], ids=["own", "torch.distributed"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_leaving_without_being_told_is_clean(before: str, strategy: str) -> None:
+    for process in run(before, "print('done')", strategy):
+        assert process.returncode == 0, process.stderr
+        assert process.stdout == "done\n"
+
+
+def test_an_exception_ends_every_rank() -> None:
+    after = "if engine.world.rank == 1: raise ValueError('enough')\nmodel(torch.randn(4, 8)).sum().backward()"
+    first, second = run("", after, "ddp")
+    assert second.returncode == 1 and "ValueError: enough" in second.stderr
+    assert first.returncode == 1 and "plumb.Error" in first.stderr, first.stderr
+    assert "rank 1" in first.stderr
