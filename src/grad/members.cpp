@@ -39,6 +39,7 @@ std::vector<int> Members::admit(const std::vector<int>& candidates) {
     Sink& sink = sinks_.emplace_back();
     sink.index = static_cast<int>(sinks_.size()) - 1;
     sink.name = name;
+    names_.push_back(name);
     sink.parameter = parameter;
     sink.unit = unit_of_[candidate];
     sink.rule = grad_rule(parameter, accumulate_);
@@ -80,12 +81,6 @@ void Members::listen_to(Sink& sink, const NodePtr& accumulator) {
       std::make_unique<PostHook>([weak = entrances_, target = &sink](const at::Tensor& gradient) {
         if (auto alive = weak.lock()) alive->after_accumulation(*target, gradient);
       }));
-}
-
-std::vector<std::string> Members::names() const {
-  std::vector<std::string> names;
-  for (const Sink& sink : sinks_) names.push_back(sink.name);
-  return names;
 }
 
 Sink* Members::find(const at::Tensor& parameter) {

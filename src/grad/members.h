@@ -54,7 +54,7 @@ class Members {
   // nothing of us.
   void follow_accumulator(Sink& sink);
 
-  std::vector<std::string> names() const;  // by sink
+  const std::vector<std::string>& names() const { return names_; }  // by sink
   // Null while it has never required a gradient. An Error if it is no parameter of this engine.
   Sink* find(const at::Tensor& parameter);
 
@@ -69,6 +69,7 @@ class Members {
   const std::vector<int> unit_of_;                        // by candidate
   std::vector<int> sink_of_;                              // by candidate; -1: none yet
   std::deque<Sink> sinks_;                                // stable addresses: hooks and buckets point here
+  std::vector<std::string> names_;                        // of the sinks: every pass hands them to its checks
   std::weak_ptr<Entrances> entrances_;
 };
 
