@@ -22,6 +22,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds recognition{2'000};  // for whoever serves the port to say that it is one of us
+constexpr int client_tries = 3;             // connections within the time to join
 constexpr milliseconds linger{2'000};       // of the store's host, for the others to read why there is no world
 
 constexpr const char* verdict_key = "verdict";
@@ -98,7 +99,8 @@ struct Attempt {
   std::string why_not{};
 };
 
-// Bounded: a stranger that listens on the port and says nothing would hold us for ever.
+// Bounded: a stranger that listens on the port and says nothing would hold us for ever, and so would a lost answer: a client
+// asks again, on another connection.
 Attempt open_store(const Place& place, Part part, milliseconds limit) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
@@ -107,12 +109,16 @@ Attempt open_store(const Place& place, Part part, milliseconds limit) {
   options.waitWorkers = false;
   options.timeout = limit;
   options.multiTenant = true;  // a process may join again
+  const auto open = [host = place.host, options]() -> c10::intrusive_ptr<c10d::Store> {
+    return c10::make_intrusive<c10d::TCPStore>(host, options);
+  };
+  const int tries = part == Part::client ? client_tries : 1;
   try {
-    auto store =
-        bounded(limit + milliseconds(1'000), [host = place.host, options]() -> c10::intrusive_ptr<c10d::Store> {
-          return c10::make_intrusive<c10d::TCPStore>(host, options);
-        });
-    return {store.value_or(nullptr), store.has_value()};
+    for (int i = 1; i <= tries; ++i) {
+      auto store = bounded(limit / tries + milliseconds(i == tries ? 1'000 : 0), open);
+      if (store) return {*store, true};
+    }
+    return {};
   } catch (const std::exception& e) {
     return {nullptr, true, first_line(e.what())};
   }
