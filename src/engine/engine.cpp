@@ -241,6 +241,7 @@ void Engine::backward(const at::Tensor& loss, bool retain_graph, std::optional<d
   const TrainingMode training;
   Reducer& reducer = *impl_->reducer;
   if (weight) Weights::check(impl_->world.rank(), *weight);  // before it counts as a backward
+  impl_->scales = true;
   reducer.begin_backward();
   std::exception_ptr failure;
   backward::Outermost outermost;
@@ -263,6 +264,7 @@ void Engine::backward(const at::Tensor& loss, bool retain_graph, std::optional<d
 
 at::Tensor Engine::scale(const at::Tensor& loss) const {
   const TrainingMode training;
+  impl_->scales = true;
   return impl_->scaler.scaled(loss);
 }
 

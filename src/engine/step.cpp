@@ -14,7 +14,15 @@ StepInfo Engine::Impl::begin_step() {
   const bool pieces = reducer->shards(reducer->row().gradient);
   reducer->settings = updater->rates().settings();
   reducer->settings.insert(reducer->settings.end(), user_settings.begin(), user_settings.end());
+  const bool scaled = !scaler.on() || scaler.scale() == 1.0 || scales || reducer->here(Where::Kind::step).pass == 0;
+  if (scaler.on()) reducer->settings.emplace_back("whether a loss was scaled (1: yes)", scaled);
   reducer->settle_step();
+  if (!scaled) {
+    throw Error(
+        world.rank(),
+        "step() with Options::loss_scale after backwards of losses that were never scaled, so that their gradients "
+        "would be divided for nothing; call engine.backward(loss), or engine.scale(loss).backward()");
+  }
   StepInfo info;
   info.step = reducer->steps();
   const double factor = options.schedule.factor(info.step);

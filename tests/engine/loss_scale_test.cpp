@@ -50,6 +50,35 @@ TEST_P(LossScaleIn, GradientsKeptOverAStepAreNotDividedAgain) {
   });
 }
 
+TEST_P(LossScaleIn, LossesThatNobodyScaledAreAnErrorAndNothingIsLost) {
+  falls_by(7, [](Engine& engine, Parts& model, const World& world) {
+    model.loss(ones(2)).backward();
+    try {
+      engine.step();
+      ADD_FAILURE() << "no error on rank " << world.rank();
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("never scaled"));
+    }
+    engine.zero_grad();
+    engine.backward(model.loss(ones(7)));
+    engine.step();
+  });
+}
+
+TEST_P(LossScaleIn, ALossThatOneRankAloneScaledIsAnErrorOnEveryRank) {
+  const auto texts = errors(2, [&](World world) {
+    Parts model(5);
+    Options options;
+    options.strategy = GetParam();
+    options.loss_scale = LossScale{};
+    Engine engine(world, model, SGD{.lr = 1}, options);
+    const at::Tensor loss = model.loss(ones(2));
+    (world.rank() ? engine.scale(loss) : loss).backward();
+    engine.step();
+  });
+  EXPECT_THAT(texts, testing::Each(HasSubstr("whether a loss was scaled")));
+}
+
 TEST_P(LossScaleIn, NewGradientsAreAddedToKeptOnesAsInOneProcess) {
   // 2, then 2 + 3, then 2 + 3 + 5, the last two backwards in another scale than the first.
   for (const bool holds : {false, true}) {
