@@ -141,6 +141,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                   .top_k = s.top_k},
                    static_cast<uint64_t>(s.seed));
   model->to(device, s.dtype == "bf16" ? at::kBFloat16 : s.dtype == "f16" ? at::kHalf : at::kFloat);
+  if (s.dtype != "f32") model->sum_experts_in(at::kFloat);
   if (s.recompute) model->recompute_blocks();
   Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
 

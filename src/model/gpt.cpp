@@ -88,6 +88,12 @@ GptImpl::GptImpl(const GptSize& size, uint64_t seed) : size_(size) {
   }
 }
 
+void GptImpl::sum_experts_in(at::ScalarType dtype) {
+  for (auto& item : named_parameters()) {
+    if (item.key().find(".experts.") != std::string::npos) item.value().set_grad_dtype(dtype);
+  }
+}
+
 at::Tensor GptImpl::forward(const at::Tensor& tokens) {
   const int64_t length = tokens.size(1);
   TORCH_CHECK(length <= size_.context, "plumb: a sequence of ", length, " tokens; the model's context is ",

@@ -54,6 +54,8 @@ class GptImpl : public torch::nn::Module {
 
   // From now on blocks keep nothing for their backward but their inputs, and run again there.
   void recompute_blocks() { recomputes_ = true; }
+  // The dtype that gradients of the experts' weights have: their kernels write it, unrounded.
+  void sum_experts_in(at::ScalarType dtype);
 
   const GptSize& size() const { return size_; }
 

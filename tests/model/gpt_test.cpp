@@ -14,6 +14,21 @@ namespace {
 
 constexpr GptSize kSmall{.layers = 2, .heads = 2, .width = 16, .context = 8, .vocabulary = 11};
 
+TEST(Gpt, ItsExpertsHandOverGradientsInTheDtypeThatIsAskedFor) {
+  Gpt model(GptSize{.layers = 1, .heads = 1, .width = 8, .context = 4, .vocabulary = 5, .experts = 2, .top_k = 1}, 3);
+  model->to(at::kBFloat16);
+  model->sum_experts_in(at::kFloat);
+  model(at::zeros({1, 4}, at::kLong)).sum().backward();
+  int experts = 0;
+  for (const auto& item : model->named_parameters()) {
+    const bool expert = item.key().find(".experts.") != std::string::npos;
+    experts += expert ? 1 : 0;
+    if (!item.value().grad().defined()) continue;
+    EXPECT_EQ(item.value().grad().scalar_type(), expert ? at::kFloat : at::kBFloat16) << item.key();
+  }
+  EXPECT_GT(experts, 0);
+}
+
 TEST(Gpt, StartsFromTheSeedWhateverTheGlobalGeneratorDid) {
   torch::manual_seed(1);
   Gpt a(kSmall, 7);
