@@ -15,7 +15,8 @@ void Reducer::settle_step() {
   check_nothing_put_off();
   if (pass_ && pass_->end == OpenPass::End::told)
     throw Error(team_.rank(), "step() after delivered gradients; call end_pass() first");
-  if (pass_) throw Error(team_.rank(), "step() was called inside a backward; call it after backward() has returned");
+  if (pass_)
+    throw Error(team_.rank(), "step() was called inside a backward or engine.pass(); call it after both have ended");
   check_captured();
   // step() may be called on another stream than the backwards.
   buckets_.for_devices([this](c10::Device device) { callers_.join(device); });

@@ -2,6 +2,8 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <cmath>
+
 #include "optim/rules.h"
 
 namespace plumb {
@@ -76,7 +78,9 @@ const Rates::Group& Rates::group(int index) const {
 
 void Rates::check_lr(double lr) const {
   if (!trains_) throw Error(rank_, "set_lr() on an engine without an optimizer; set it in your own");
-  if (!(lr >= 0)) throw Error(rank_, c10::str("set_lr(", lr, "); a learning rate must not be negative"));
+  if (!(lr >= 0) || std::isinf(lr)) {
+    throw Error(rank_, c10::str("set_lr(", lr, "); a learning rate must be finite and not negative"));
+  }
 }
 
 }  // namespace plumb

@@ -201,7 +201,8 @@ TEST(Settings, OfTheLearningRateAreAnsweredAndChecked) {
     return "none";
   };
   EXPECT_THAT(error([&] { engine.set_lr(-1); }), HasSubstr("set_lr(-1)"));
-  EXPECT_THAT(error([&] { engine.set_lr(0, NAN); }), HasSubstr("must not be negative"));
+  EXPECT_THAT(error([&] { engine.set_lr(0, NAN); }), HasSubstr("must be finite and not negative"));
+  EXPECT_THAT(error([&] { engine.set_lr(INFINITY); }), HasSubstr("set_lr(inf)"));
   EXPECT_THAT(error([&] { engine.set_lr(2, 1); }), AllOf(HasSubstr("no parameter group 2"), HasSubstr("has 2")));
   EXPECT_THAT(error([&] { engine.lr(-1); }), HasSubstr("no parameter group -1"));
   EXPECT_EQ(engine.lr(), 4);
