@@ -3,71 +3,165 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as _Torchs
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._C import Error
+from .ddp_reducer import JoinHook, Logger, Reducer
 from .engine import Engine
 from .world import world
 
-
-class _Reducer:
-    """What others ask of torch's reducer. There is nothing to prepare or rebuild by hand."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name in _QUIET:
-            return lambda *args, **kwargs: None
-        raise AttributeError(f"plumb.DistributedDataParallel's reducer has no '{name}'")
-
-
-#: Calls that tell torch's reducer what Plumb sees by itself, or log.
-_QUIET = {
-    "prepare_for_forward",
-    "prepare_for_backward",
-    "_set_static_graph",
-    "_set_ddp_runtime_logging_sample_rate",
-    "_check_reducer_finalized",
-    "_install_post_backward_futures",
-    "_reset_state",
-    "set_logger",
-    "set_runtime_stats_and_log",
-    "set_construction_data_and_log",
-}
+_wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()
 
 
 class DistributedDataParallel(_Torchs):
-    """A drop-in for ``torch.nn.parallel.DistributedDataParallel``: the same arguments, and every pattern right.
+    """A drop-in for ``torch.nn.parallel.DistributedDataParallel``: the same arguments and methods, and every pattern right.
 
     Unused parameters need no ``find_unused_parameters``, retained graphs and several forwards before a backward no
-    ``static_graph``. ``backward()`` returns with the mean over the ranks in every ``.grad``; step with any optimizer.
-    Communication hooks, ``mixed_precision``, delayed all-reduces and ``join`` are errors for now.
+    ``static_graph``. ``backward()`` returns with the mean over the ranks in every ``.grad``; step with any optimizer. Where
+    backwards inside ``no_sync()`` are followed by a step and not by a backward outside, the step reduces them first.
+    docs/compatibility.md has every argument and method.
+
+    >>> import plumb, torch
+    >>> def train():
+    ...     torch.distributed.init_process_group("gloo")
+    ...     model = plumb.DistributedDataParallel(torch.nn.Linear(2, 1))
+    ...     model(torch.ones(1, 2) * torch.distributed.get_rank()).sum().backward()
+    ...     return model.module.weight.grad.tolist()
+    >>> plumb.spawn(train, ranks=2)
+    [[[0.5, 0.5]], [[0.5, 0.5]]]
     """
 
-    engine: Engine
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+        # Which rank's values: everybody's own, if the user says that they agree.
+        self.__dict__["_takes_first_ranks_values"] = init_sync
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+        )
+        # torch's reducers in Python, and delayed reductions: here gradients are where they belong when backward() returns.
+        self._use_python_reducer = False
+        if mixed_precision is not None:
+            self.mixed_precision = mixed_precision
+            torch.nn.parallel.distributed._cast_buffers(mixed_precision, self.module)
 
-    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
-            if kwargs.get(name) is not None:
-                raise Error(f"plumb.DistributedDataParallel takes no {name} yet; leave it out, or use torch's")
-        super().__init__(module, *args, **kwargs)
+    def _register_accum_grad_hook(self) -> None:
+        pass
+
+    # ---- the engine
 
     def _ddp_init_helper(self, parameters: Any, expect_sparse: Any, names: Any, static_graph: bool) -> None:
+        self._passing_sync_batchnorm_handle(self.module)
+        self.__dict__["_engine"] = None
+        self.reducer: Any = Reducer(self)
+        self.logger: Any = Logger(self, static_graph)
+        if "_comm_hooks" not in self.__dict__:  # not for a copy, which need not be made on every rank
+            self._build_engine()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that reduces this model's gradients. A copied or unpickled wrapper builds its own when first used."""
+        if self._engine is None:
+            self._build_engine()
+        assert isinstance(self._engine, Engine)
+        return self._engine
+
+    def _build_engine(self) -> None:
         named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        self.engine = Engine(
+        theirs = {id(parameter) for _, parameter in named}
+        before = [
+            other for other in _wrappers if other._engine is not None and theirs & {id(p) for p in other._module_parameters}
+        ]
+        for other in before:  # of the same module: their backwards are seen by this engine from now on
+            if {id(p) for p in other._module_parameters} - theirs:
+                raise Error(
+                    "a parameter of this module belongs to another DistributedDataParallel, which has more parameters;"
+                    " wrap what they share once"
+                )
+            other._engine.close()
+        kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
+        engine = Engine(
             named,
             world=world(self.process_group, device=self.device_type),
             bucket_bytes=max(1, int(self.bucket_bytes_cap)),
-            first_bucket_bytes=max(1, int(self._bucket_config.first_bucket_bytes_cap)),
+            first_bucket_bytes=max(1, int((*self.bucket_bytes_cap_list, self._bucket_config.first_bucket_bytes_cap)[0])),
         )
-        self.reducer: Any = _Reducer()
-        self.logger: Any = _Reducer()
-        self._passing_sync_batchnorm_handle(self.module)
+        if kept is not None:
+            with torch.no_grad():
+                for (_, parameter), value in zip(named, kept, strict=True):
+                    parameter.copy_(value)
+        for wrapper in (self, *before):
+            wrapper.__dict__["_engine"] = engine
+        for hook, state in self.__dict__.get("_comm_hooks", []):
+            engine._engine.use_hook(state, hook)
+        _wrappers.add(self)
+
+    # ---- forwards
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            engine = self.engine
+            if not self._join_config.enable:
+                self.reducer.divide_by(engine.world.size)
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        low = {
+            name: parameter.to(self.mixed_precision.param_dtype)
+            for name, parameter in self.module.named_parameters()
+            if parameter.is_floating_point() and not getattr(parameter, "_ddp_ignored", False)
+        }
+        with self._inside_ddp_forward():
+            return torch.func.functional_call(self.module, low, inputs, kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
@@ -86,17 +180,96 @@ class DistributedDataParallel(_Torchs):
         finally:
             self.require_backward_grad_sync = before
 
+    # ---- communication hooks, and joins
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        raise Error("plumb.DistributedDataParallel takes no communication hooks yet; use torch's")
+        """``hook(state, bucket)`` makes the mean of each bucket: torch's own hooks, or any that returns a Future."""
+        if self._comm_hooks:
+            raise Error("a communication hook is registered already; there is one per model")
+        self._check_comm_hook(hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+        self.engine._engine.use_hook(state, hook)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        """torch's checks, for annotations that are text as well; what the process group carries is its own business."""
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        empty = inspect.Signature.empty
+        asked = {
+            "bucket annotation should be dist.GradBucket": (signature.parameters["bucket"].annotation, dist.GradBucket),
+            "return annotation should be torch.futures.Future[torch.Tensor]": (
+                signature.return_annotation,
+                torch.futures.Future[torch.Tensor],
+            ),
+        }
+        for what, (found, expected) in asked.items():
+            if found is not empty and not isinstance(found, str) and found != expected:
+                self._log_and_throw(ValueError, f"Communication hook: {what}.")
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(None, lambda: None)
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        raise Error("plumb.DistributedDataParallel has no join() yet; a rank without a batch calls engine.backward(None)")
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank does that ran out of inputs: takes part in everybody's backwards, with nothing."""
+        return JoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        super()._sync_module_buffers(authoritative_rank)
+        self.reducer.wait_for_buffers()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise Error(
+                    f"parameter '{name}' has an optimizer that steps inside the backward, where its gradient is not yet the"
+                    " ranks' mean; step the optimizer after backward()"
+                )
+
+    def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
+        raise Error(f"{optim.__name__} would step inside the backward; step it after backward()")
+
+    # ---- its life
+
+    def _remove_autograd_hooks(self) -> None:
+        self.engine.close()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        self.engine.close()
+        self.process_group = new_process_group
+        self._has_rebuilt_buckets = False
+        self._takes_first_ranks_values = False
+        self._build_engine()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise Error("plumb.DistributedDataParallel is not pickled: it holds connections; save its state_dict() or .module")
+        state: dict[str, Any] = super().__getstate__()
+        state["_engine"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["_takes_first_ranks_values"] = False
+
+
+def _reduce_what_is_held(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A step on gradients of backwards that were all inside no_sync would leave each rank with parameters of its own."""
+    stepped: set[int] | None = None
+    for wrapper in list(_wrappers):
+        engine = wrapper._engine
+        if engine is None or engine.closed or not engine._engine.holds:
+            continue
+        if stepped is None:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in stepped for parameter in wrapper._module_parameters):
+            engine.step()
+
+
+register_optimizer_step_pre_hook(_reduce_what_is_held)

@@ -250,6 +250,11 @@ class Engine:
         if self._native is not None:
             self._native.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has let go of the model."""
+        return self._native is None or self._native.closed
+
     def __enter__(self) -> "Engine":
         return self
 

@@ -39,6 +39,7 @@ PyObject* announce(PyObject* const* args, Py_ssize_t count, PyObject* names) {
   if (outermost.nested()) return result.release().ptr();
   std::exception_ptr thrown;
   if (!result) {
+    adopt_error();
     const py::error_scope error;  // the user's; it is set again when it goes
     const std::exception_ptr failure = failure_of(error);
     py::gil_scoped_release released;  // listeners wait for other ranks

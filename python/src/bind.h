@@ -34,6 +34,9 @@ void announce_backwards();
 // Sets the Python error that a C++ exception stands for. Needs the GIL.
 void set_error(const std::exception_ptr& thrown) noexcept;
 
+// An Error of ours that went through autograd came out as torch's RuntimeError: makes it plumb.Error again. Needs the GIL.
+void adopt_error() noexcept;
+
 // Something of this process: a world, an engine. It ends without the GIL, since its end may wait for threads that need it;
 // and not at all in a forked process, whose parent goes on with the same connections.
 template <class T>

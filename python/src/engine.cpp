@@ -1,6 +1,8 @@
 // Binds plumb/engine.h.
 #include "plumb/engine.h"
 
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+
 #include "bind.h"
 #include "engine/impl.h"
 #include "unit/units.h"
@@ -80,6 +82,14 @@ class GatheredObject {
   Access access_;
   std::unique_ptr<Gathered> scope_;
 };
+
+void use_hook(EngineObject& self, py::object state, py::object hook) {
+  std::unique_ptr<c10d::CommHookInterface> asked =
+      std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  Reducer& reducer = *(*self).impl().reducer;
+  py::gil_scoped_release released;
+  reducer.use_hook(std::move(asked));
+}
 
 void bind_options(py::module_& module) {
   py::class_<LossScale>(module, "LossScale")
@@ -176,12 +186,38 @@ void bind_engine(py::module_& module) {
       .def(
           "full_gradient", [](Self& self, const at::Tensor& p) { return or_none((*self).full_gradient(p)); },
           "parameter"_a, no_gil())
+      .def_property_readonly("holds",
+                             [](Self& self) {
+                               Reducer& reducer = *(*self).impl().reducer;
+                               py::gil_scoped_release released;
+                               return reducer.holds();
+                             })
+      .def_property_readonly("rebuilt",
+                             [](Self& self) {
+                               Reducer& reducer = *(*self).impl().reducer;
+                               py::gil_scoped_release released;
+                               return reducer.rebuilt();
+                             })
+      .def_property_readonly("bucket_bytes",
+                             [](Self& self) {
+                               std::vector<int64_t> bytes;
+                               for (const Bucket& bucket : (*self).impl().reducer->buckets())
+                                 bytes.push_back(bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.dtype)));
+                               return bytes;
+                             })
+      .def(
+          "set_absent", [](Self& self, bool absent) { (*self).impl().reducer->set_absent(absent); }, "absent"_a,
+          no_gil())
+      .def("use_hook", &use_hook, "state"_a, "hook"_a)
+      .def(
+          "divide_by", [](Self& self, int ranks) { (*self).impl().reducer->divide_by(ranks); }, "ranks"_a, no_gil())
       .def_property_readonly("gathered_bytes",
                              [](Self& self) {
                                auto& impl = (*self).impl();
                                py::gil_scoped_release released;
                                return impl.units ? impl.units->gathered_bytes() : int64_t{0};
                              })
+      .def_property_readonly("closed", [](Self& self) { return self.ended(); })
       .def("close", [](Self& self) { self.end(); });
   module.def("no_sync", [](const py::object& engine) { return std::make_unique<NoSyncObject>(engine); }, "engine"_a);
   module.def(

@@ -3,6 +3,9 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <string>
+#include <string_view>
+
 #include "plumb/error.h"
 
 namespace plumb::python {
@@ -46,6 +49,20 @@ void set_error(const std::exception_ptr& thrown) noexcept {
   } catch (...) {
     set(PyExc_RuntimeError, "plumb: an exception of an unknown kind");
   }
+}
+
+void adopt_error() noexcept {
+  constexpr std::string_view ours = "plumb: ";
+  if (PyErr_Occurred() != PyExc_RuntimeError) return;
+  std::string said;
+  {
+    const py::error_scope raised;
+    try {
+      said = py::str(py::handle(raised.value));
+    } catch (const py::error_already_set&) {  // an exception that cannot be printed is none of ours
+    }
+  }
+  if (said.starts_with(ours)) set(error_type, said.c_str());
 }
 
 void bind_error(py::module_& module) {

@@ -65,9 +65,9 @@ void Changes::check_parameters(const std::deque<Sink>& sinks, const std::vector<
 
 // ---- gradients
 
-void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool held) {
+void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool undecided) {
   for (auto* bits : {&cleared_, &touched_, &intact_}) bits->assign(sinks.size(), false);
-  if (team_.size() == 1 || held) return;
+  if (team_.size() == 1 || undecided) return;
   for (const Sink& sink : sinks) {
     const auto index = static_cast<size_t>(sink.index);
     if (!sink.agreed) continue;

@@ -22,9 +22,9 @@ class Changes {
   // Whatever one rank changed must have the same values on all. Collective where somebody did.
   void check_parameters(const std::deque<Sink>& sinks, const std::vector<Facts>& all, const Where& where);
 
-  // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. `held`: they do not
-  // agree on any, since contributions wait for their reduction.
-  void look_at_gradients(const std::deque<Sink>& sinks, bool held);
+  // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. `undecided`: they
+  // do not agree on any, since contributions wait for their reduction, or this rank has none of them.
+  void look_at_gradients(const std::deque<Sink>& sinks, bool undecided);
   const std::vector<bool>& cleared() const { return cleared_; }
   const std::vector<bool>& touched() const { return touched_; }
   const std::vector<bool>& intact() const { return intact_; }

@@ -27,7 +27,7 @@ std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
   return bits;
 }
 
-constexpr size_t kHead = 10;
+constexpr size_t kHead = 11;
 constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
 
 std::string told(const std::vector<std::string>& names, const Facts& facts) {
@@ -67,8 +67,8 @@ void check_in_step(int rank, const std::vector<std::string>& names, const std::v
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {static_cast<int64_t>(kind),     step,     pass,  failed, newcomers, rules, settings,
-                                std::bit_cast<int64_t>(weight), weighted, writes};
+  std::vector<int64_t> words = {static_cast<int64_t>(kind),     step,     pass,   failed, newcomers, rules, settings,
+                                std::bit_cast<int64_t>(weight), weighted, writes, absent};
   pack_bits(late, words);
   for (const auto bits : kByParameter) pack_bits(this->*bits, words);
   return words;
@@ -86,6 +86,7 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.weight = std::bit_cast<double>(words[7]);
   facts.weighted = words[8];
   facts.writes = words[9] != 0;
+  facts.absent = words[10] != 0;
   words = words.subspan(kHead);
   facts.late = unpack_bits(words, buckets);
   for (const auto bits : kByParameter) facts.*bits = unpack_bits(words, parameters);

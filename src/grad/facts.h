@@ -22,6 +22,7 @@ struct Facts {
   int64_t settings = 0;    // at a step: digest of what the user may set between steps
   double weight = 0;       // of this rank's backwards in this step
   int64_t weighted = 0;    // how many of them had one
+  bool absent = false;     // this rank ran out of inputs and contributes nothing
   bool writes = false;     // neither: it is in a call of the user's that writes parameters
   std::vector<bool> late;  // by bucket: must be reduced (again)
   // By parameter.

@@ -1,8 +1,33 @@
 #include "grad/in_place.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 namespace plumb {
+namespace {
+
+c10d::GradBucket as_torchs(const Bucket& bucket, size_t buckets) {
+  std::vector<size_t> offsets, lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> parameters;
+  for (const Sink* sink : bucket.sinks) {
+    offsets.push_back(static_cast<size_t>(sink->slot.offset));
+    lengths.push_back(static_cast<size_t>(sink->parameter.numel()));
+    sizes.push_back(sink->parameter.sizes());
+    parameters.push_back(sink->parameter);
+  }
+  return c10d::GradBucket(static_cast<size_t>(bucket.index), buckets, bucket.gradient, std::move(offsets),
+                          std::move(lengths), std::move(sizes), std::move(parameters), std::nullopt);
+}
+
+}  // namespace
+
+InPlace::InPlace(Team& team, Buckets& buckets, Ledger& ledger)
+    : Summing(team, buckets, ledger), divisor_(team.size()) {}
+
+InPlace::~InPlace() = default;
+
+void InPlace::use_hook(std::unique_ptr<c10d::CommHookInterface> hook) { hook_ = std::move(hook); }
 
 void InPlace::accumulated(Sink& sink) {
   buckets_.make_gradient(buckets_.of(sink), Buckets::Blank::padding);
@@ -41,7 +66,7 @@ void InPlace::wrote_fused(const OpenPass* pass, Sink& sink) {
 // device copies a whole bucket in one kernel.
 void InPlace::begin(Bucket& bucket, const Where&) {
   buckets_.make_gradient(bucket, Buckets::Blank::padding);
-  const double mean = 1.0 / team_.size();
+  const double mean = hook_ ? 1.0 : 1.0 / divisor_;
   const bool batched = !bucket.device().is_cpu();
   if (batched) copy_together(bucket);
   for (Sink* sink : bucket.sinks) {
@@ -53,9 +78,34 @@ void InPlace::begin(Bucket& bucket, const Where&) {
     }
   }
   ledger_.reduced(bucket.index);
-  if (team_.size() > 1) {
+  if (hook_) {
+    try {
+      c10d::GradBucket as_asked = as_torchs(bucket, buckets_.size());
+      answers_[bucket.index] = hook_->runHook(as_asked);
+    } catch (...) {
+      note_failure();
+    }
+  } else if (team_.size() > 1) {
     if (batched) bucket.gradient.mul_(mean);
     bucket.reduction = std::make_shared<Pending>(team_.data().all_reduce(bucket.gradient));
+  }
+}
+
+// The hook's answer is the bucket's gradient, wherever it lies and whatever its dtype.
+void InPlace::arrived(Bucket& bucket, const Where&) {
+  auto answer = answers_.extract(bucket.index);
+  if (answer.empty()) return;
+  try {
+    answer.mapped()->waitAndThrow();
+    const at::Tensor mean = hook_->parseHookResult(answer.mapped()->value());
+    if (mean.numel() != bucket.gradient.numel()) {
+      throw Error(team_.rank(), "the communication hook made " + std::to_string(mean.numel()) +
+                                    " numbers of a bucket of " + std::to_string(bucket.gradient.numel()) +
+                                    "; it returns a tensor like bucket.buffer()");
+    }
+    if (mean.data_ptr() != bucket.gradient.data_ptr()) bucket.gradient.copy_(mean.reshape(bucket.gradient.sizes()));
+  } catch (...) {
+    note_failure();
   }
 }
 

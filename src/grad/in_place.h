@@ -1,6 +1,10 @@
 // In place: gradients that are whole on every rank. Autograd sums into .grad, which is a view of the bucket wherever that
-// loses nothing; the bucket is scaled by 1/N and all-reduced.
+// loses nothing; the bucket is scaled by 1/N and all-reduced, or handed to the user's communication hook as it is.
 #pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <unordered_map>
 
 #include "grad/summing.h"
 
@@ -8,7 +12,8 @@ namespace plumb {
 
 class InPlace final : public Summing {
  public:
-  using Summing::Summing;
+  InPlace(Team& team, Buckets& buckets, Ledger& ledger);
+  ~InPlace() override;
 
   OpenPass::Sync sync(Wish wish) const override {
     return wish == Wish::reduce ? OpenPass::Sync::reduced : OpenPass::Sync::held;
@@ -19,10 +24,17 @@ class InPlace final : public Summing {
   void wrote_fused(const OpenPass* pass, Sink& sink) override;
   void begin(Bucket& bucket, const Where& where) override;
   bool holds_in_buckets() const override { return true; }
+  void use_hook(std::unique_ptr<c10d::CommHookInterface> hook) override;
+  void divide_by(int ranks) override { divisor_ = ranks; }
 
  private:
   void settle(Sink& sink, double scale);
   static void copy_together(Bucket& bucket);
+  void arrived(Bucket& bucket, const Where& where) override;
+
+  int divisor_;
+  std::unique_ptr<c10d::CommHookInterface> hook_;
+  std::unordered_map<int, c10::intrusive_ptr<c10::ivalue::Future>> answers_;  // of the hook, by bucket
 };
 
 }  // namespace plumb

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
 #include <ranges>
@@ -41,6 +42,33 @@ void Reducer::stop() {
 void Reducer::hold_sync(int change) {
   Lock lock(mutex_);
   no_sync_ += change;
+}
+
+bool Reducer::holds() const {
+  Lock lock(mutex_);
+  return held_;
+}
+
+bool Reducer::rebuilt() const {
+  Lock lock(mutex_);
+  return rebuilt_;
+}
+
+void Reducer::use_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  Lock lock(mutex_);
+  if (pass_) throw Error(team_.rank(), "a communication hook was set inside a backward; set it before");
+  summing_->use_hook(std::move(hook));
+}
+
+void Reducer::divide_by(int ranks) {
+  Lock lock(mutex_);
+  summing_->divide_by(ranks);
+  divides_by_all_ = ranks == team_.size();
+}
+
+void Reducer::set_absent(bool absent) {
+  Lock lock(mutex_);
+  absent_ = absent;
 }
 
 void Reducer::check_alive() const {
@@ -148,7 +176,7 @@ OpenPass& Reducer::open_pass() {
   prepare_capture();
   OpenPass pass;
   pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
-  changes_.look_at_gradients(members_.sinks(), held_);
+  changes_.look_at_gradients(members_.sinks(), held_ || absent_);
   buckets_.untangle(members_.sinks());
   ++passes_;
   ledger_.open_pass(steps_, passes_);
@@ -242,6 +270,7 @@ void Reducer::close_synced_pass(OpenPass& pass) {
     all = exchange_facts(Where::Kind::backward, late, pass.failure != nullptr);
     traffic_.finish_all(where);
     changes_.check_gradients(members_.sinks(), all);
+    check_nothing_kept(all);
     join_late(all, late);
     for (size_t i = 0; i < late.size(); ++i) {
       if (late[i]) ledger_.late(static_cast<int>(i));
@@ -264,6 +293,20 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   }
   ledger_.close_pass(Ledger::Sync::reduced);
   rebuild(pass);
+}
+
+// An absent rank adds nothing, also not the mean of before that the others added to: it would have shrunk.
+void Reducer::check_nothing_kept(const std::vector<Facts>& all) const {
+  const auto absent = std::ranges::find_if(all, &Facts::absent);
+  if (absent == all.end() || !divides_by_all_) return;
+  for (const Sink& sink : sinks()) {
+    const auto index = static_cast<size_t>(sink.index);
+    if (std::ranges::none_of(all, [&](const Facts& facts) { return facts.intact[index]; })) continue;
+    throw Error(team_.rank(),
+                "rank " + std::to_string(absent - all.begin()) +
+                    " has run out of inputs, and the others add to the reduced gradient of parameter '" + sink.name +
+                    "' from before; accumulate inside no_sync(), or clear gradients before each backward");
+  }
 }
 
 // The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
@@ -340,6 +383,7 @@ std::vector<Facts> Reducer::exchange_facts(Where::Kind kind, std::vector<bool> l
   mine.step = steps_;
   mine.pass = passes_;
   mine.failed = failed;
+  mine.absent = absent_;
   mine.newcomers = members_.newcomers_digest();
   mine.rules = buckets_.rules_digest();
   if (kind == Where::Kind::step) mine.settings = digest_of(settings);

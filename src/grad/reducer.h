@@ -48,6 +48,15 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void stop();
 
   void hold_sync(int change);  // +1 and -1 around a no_sync scope
+  bool holds() const;          // gradients on this rank wait for a reduction
+  bool rebuilt() const;        // the buckets lie in the order of the first pass
+
+  // See Summing; for the passes that begin from now on.
+  void use_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void divide_by(int ranks);
+  // Whether this rank ran out of inputs: its backwards (of nothing) are there for the others', and it need not clear or
+  // keep gradients as they do.
+  void set_absent(bool absent);
 
   // Around a backward that counts whether or not it reaches a parameter.
   void begin_backward();
@@ -142,6 +151,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void laid_out();
   void admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late, bool failed);
   void adopt(const std::vector<Facts>& all);
+  void check_nothing_kept(const std::vector<Facts>& all) const;
   void check_used_alike(const Sink& sink, const std::vector<Facts>& all) const;
   void gradients_agreed();
   void rebuild(const OpenPass& pass);
@@ -166,6 +176,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   bool stopped_ = false;
   std::string broken_;  // why communication is over, if it is
   int no_sync_ = 0;
+  bool absent_ = false;
+  bool divides_by_all_ = true;
   int64_t steps_ = 0;
   int64_t passes_ = 0;    // begun since the last step
   bool held_ = false;     // contributions wait for a reduction

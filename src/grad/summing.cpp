@@ -1,5 +1,7 @@
 #include "grad/summing.h"
 
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
 #include "grad/in_place.h"
 #include "grad/scattered.h"
 #include "grad/tree.h"
@@ -15,6 +17,15 @@ void Summing::finish(Bucket& bucket, const Where& where) {
   if (bucket.reduction) bucket.reduction->wait(where);
   bucket.reduction.reset();
   arrived(bucket, where);
+}
+
+void Summing::use_hook(std::unique_ptr<c10d::CommHookInterface> /*hook*/) {
+  throw Error(team_.rank(), "a communication hook makes the mean of whole gradients; use strategy 'ddp' or 'zero1'");
+}
+
+void Summing::divide_by(int /*ranks*/) {
+  throw Error(team_.rank(),
+              "gradients are divided by fewer than all ranks only where they are whole; use strategy 'ddp'");
 }
 
 std::unique_ptr<Summing> make_summing(Team& team, Buckets& buckets, Ledger& ledger, const Options& options) {

@@ -19,6 +19,10 @@
 #include "grad/team.h"
 #include "plumb/fused.h"
 
+namespace c10d {
+class CommHookInterface;
+}
+
 namespace plumb {
 
 class Summing {
@@ -55,6 +59,12 @@ class Summing {
   virtual bool holds_in_buckets() const = 0;
   virtual void check_step(int64_t /*passes*/, const std::deque<Sink>& /*sinks*/) const {}
   virtual void finish_step() {}
+
+  // The user's own way from a bucket's gradients to their mean (torch's interface), instead of the collective of the policy.
+  // It runs once per reduction, in bucket order. Only where gradients are whole on every rank.
+  virtual void use_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  // Sums are divided by `ranks` from the next reduction on, instead of by all: ranks that ran out of inputs contribute none.
+  virtual void divide_by(int ranks);
 
   // What went wrong with a gradient while a reduction began; the others wait for that reduction all the same.
   std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -60,9 +59,8 @@ def rows() -> dict[str, float]:
 
 
 def test_every_row_is_right_behind_torchs_name() -> None:
-    # "no_sync until the step" steps on gradients that nobody reduced, as torch's wrapper would.
     for by_row in plumb.spawn(rows, 2):
-        assert {name for name, far in by_row.items() if far > 1e-10} <= {"no_sync until the step"}
+        assert {name for name, far in by_row.items() if far > 1e-10} == set()
 
 
 def habits() -> None:
@@ -84,13 +82,6 @@ def habits() -> None:
         wrapper(torch.randn(4, 3)).sum().backward()
     wrapper(torch.randn(4, 3)).sum().backward()
     wrapper._set_static_graph()
-    for call in (
-        lambda: wrapper.register_comm_hook(None, lambda state, bucket: None),
-        lambda: wrapper.join(),
-        lambda: plumb.DistributedDataParallel(module, mixed_precision=object()),
-    ):
-        with pytest.raises(plumb.Error):
-            call()
 
 
 def test_answers_as_others_expect() -> None:

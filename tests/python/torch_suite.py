@@ -1,0 +1,105 @@
+"""Runs torch's own tests of DistributedDataParallel (torch.testing) with Plumb's class in its place, by two ranks in one world.
+
+As a program: python torch_suite.py [PATTERN…] [--torch] prints the outcome of each test; --torch: of torch's own class.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import traceback
+import unittest
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import plumb
+
+#: Which of them are about the wrapper.
+ABOUT = re.compile(
+    r"ddp|DistributedDataParallel|no_sync|join|sync_bn|SyncBatchNorm|verify_model|powerSGD|PowerSGD|stateless|unused_param|periodic_model_averager_param|post_localSGD",
+    re.I,
+)
+
+
+def _class(ours: bool) -> Any:
+    os.environ.setdefault("BACKEND", "gloo")
+    os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp())
+    os.environ.setdefault("INIT_METHOD", "env://")
+    if ours:
+        torch.nn.parallel.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
+        torch.nn.parallel.distributed.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
+    from torch.testing._internal.distributed import distributed_test as suite
+
+    suite.Barrier.sync = classmethod(lambda cls, *args, **kwargs: dist.barrier())  # type: ignore[attr-defined]
+
+    class Suite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+        @property
+        def init_method(self) -> str:
+            return "env://"
+
+    return Suite
+
+
+def names(ours: bool = True) -> list[str]:
+    suite = _class(ours)
+    return [name for name in dir(suite) if name.startswith("test_") and ABOUT.search(name)]
+
+
+def run(chosen: list[str], ours: bool = True) -> dict[str, str]:
+    """By test: "passed", "skipped: …", or what failed."""
+    suite = _class(ours)
+    outcome: dict[str, str] = {}
+    for number, name in enumerate(chosen):
+        # Each test may break its process group: a fresh one each time.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+        )
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"test{number}", store), rank=rank, world_size=size)
+        case = suite(name)
+        case.rank, case.file_name, case.pid = rank, "", os.getpid()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                method = getattr(suite, name)
+                # MultiProcessTestCase wraps each test so that the parent waits; what the ranks run is inside.
+                getattr(method, "__wrapped__", method)(case)
+            outcome[name] = "passed"
+        except unittest.SkipTest as skip:
+            outcome[name] = f"skipped: {skip}"
+        except SystemExit as left:
+            outcome[name] = f"skipped: exit {left.code}"
+        except BaseException as error:  # noqa: BLE001
+            outcome[name] = "".join(traceback.format_exception(error))
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        plumb.world.__globals__["leave"]()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return outcome
+
+
+def main() -> None:
+    ours = "--torch" not in sys.argv
+    patterns = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    chosen = [name for name in names(ours) if not patterns or any(re.search(pattern, name) for pattern in patterns)]
+    for name in chosen:  # each in a pair of its own: what one breaks is no other's
+        try:
+            results = plumb.spawn(run, 2, ([name], ours), timeout=100)
+        except plumb.Error as error:
+            print(f"FAILED {name}: {str(error)[:3000]}", flush=True)
+            continue
+        for rank, result in enumerate(results):
+            said = result[name]
+            if said == "passed" or said.startswith("skipped"):
+                print(f"rank {rank} {said} {name}", flush=True)
+            else:
+                print(f"FAILED rank {rank} {name}: {said[-3000:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
