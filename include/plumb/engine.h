@@ -38,12 +38,21 @@ struct LossScale {
   double growth = 2.0;   // after `interval` good steps in a row
   double backoff = 0.5;  // after a step that was skipped
   int64_t interval = 2000;
+  double minimum = 0.0;    // the scale never falls below it
+  int64_t hysteresis = 1;  // steps that are skipped until the scale falls; counted anew as `recovery` says
+  enum class Recovery { when_it_grows, at_a_good_step } recovery = Recovery::when_it_grows;
+  int64_t delay = 0;  // good steps that do not count towards `interval`, at the start and after a skipped one
 };
 
+// Where the ranks' parts of what is sharded may end. `at_parameters`: each parameter is one rank's, for optimizers that
+// look at whole parameters; parts are then as even as the parameters' sizes allow, and padded to the largest.
+enum class Cut { anywhere, at_parameters };
+
 struct Options {
-  std::string strategy = "ddp";    // a row of the placement table
-  Mesh mesh;                       // the axes that sharding and replication run over; by default the strategy's own
-  int64_t bucket_bytes = 4 << 20;  // cap of a bucket
+  std::string strategy = "ddp";  // a row of the placement table
+  Mesh mesh;                     // the axes that sharding and replication run over; by default the strategy's own
+  Cut cut = Cut::anywhere;
+  int64_t bucket_bytes = 4 << 20;        // cap of a bucket
   int64_t first_bucket_bytes = 1 << 20;  // cap of the first one, so that communication starts early
   // The dtype gradients are summed in, over micro-batches and over ranks. Unset: each parameter's own rule (its
   // `grad_dtype`, or its dtype). With bf16 parameters, f32 is the recipe.
@@ -164,6 +173,7 @@ class Engine {
 
   // The loss times the loss scale, to call backward() on; the loss itself without Options::loss_scale.
   at::Tensor scale(const at::Tensor& loss) const;
+  double loss_scale() const;  // of the next loss; 1 without Options::loss_scale
 
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
   [[nodiscard]] Pass pass() { return Pass(*this); }

@@ -134,11 +134,13 @@ struct Routing {
   at::Tensor sizes;    // int64 [experts], on the tokens' device
 };
 
-// The `top_k` experts of softmax(x Wᵀ), in f32, their weights scaled to sum to 1.
+// The `top_k` experts of softmax(x Wᵀ), in f32, their weights scaled to sum to 1. x [T, width], weight [experts, width].
+Routing route(const at::Tensor& x, const at::Tensor& weight, int64_t top_k);
+
 class RouterImpl : public torch::nn::Module {
  public:
   RouterImpl(int64_t width, int64_t experts, int64_t top_k);
-  Routing forward(const at::Tensor& x);  // x [T, width]
+  Routing forward(const at::Tensor& x);
 
   at::Tensor weight;
 

@@ -42,6 +42,8 @@ class Engine:
         accumulate_dtype: the dtype gradients are summed in, over micro-batches and ranks.
         master_weights: f32 copies of bf16 and f16 parameters, which the optimizer updates. By default with Plumb's
             optimizers, as with a ``torch.optim`` object one process would have none.
+        elementwise: whether a ``torch.optim`` object updates each element by its own gradient and state alone. By default
+            torch's own that do are known; any other steps whole parameters, each on the rank that owns it.
         loss_scale: dynamic loss scaling, for f16: ``engine.backward`` and ``engine.scale`` multiply the loss.
         groups: parameters with their own ``lr`` or ``weight_decay`` (Plumb's optimizers): ``{"match": …, "lr": …}``.
         schedule: of the learning rate (Plumb's optimizers).
@@ -69,6 +71,7 @@ class Engine:
         first_bucket_bytes: int | None = None,
         accumulate_dtype: torch.dtype | None = None,
         master_weights: bool | None = None,
+        elementwise: bool | None = None,
         clip_norm: float | None = None,
         loss_scale: LossScale | float | bool | None = None,
         schedule: Schedule | None = None,
@@ -120,11 +123,16 @@ class Engine:
                 _units.choose(module, units)  # what cannot be found is said in every strategy
             doors = [_C.Door() for _ in own]
             native_optimizer: _C.AdamW | _C.SGD | _C.NoOptimizer | _C.UserOptimizer
+            owns = False  # a torch.optim object steps what this rank owns, or masters, and not the parameters themselves
+            whole = False
             if isinstance(optimizer, torch.optim.Optimizer):
                 if groups or schedule is not None:
                     raise Error("groups and schedule are of Plumb's optimizers; a torch.optim object has its own")
                 optim.check(optimizer, named, cuts_state, strategy)
-                native_optimizer = _C.UserOptimizer() if cuts_state else _C.NoOptimizer()
+                owns = cuts_state or (options.master_weights and any(_is_half(p) for _, p in named))
+                whole = not (optim.is_elementwise(optimizer) if elementwise is None else elementwise)
+                options.cut_at_parameters = cuts_state and whole
+                native_optimizer = _C.UserOptimizer() if owns else _C.NoOptimizer()
             elif optimizer is None:
                 native_optimizer = _C.NoOptimizer()
             elif isinstance(optimizer, (_C.AdamW, _C.SGD)):
@@ -145,8 +153,8 @@ class Engine:
         for door, (unit, _) in zip(doors, own, strict=True):
             self._handles += _units.hook(unit, door)
         if isinstance(optimizer, torch.optim.Optimizer):
-            if cuts_state:
-                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size)
+            if owns:
+                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
             else:
                 self._steps = optim.Whole(self._native, optimizer)
 
@@ -164,6 +172,15 @@ class Engine:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward()`` on; the loss itself without ``loss_scale``."""
         return self._engine.scale(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 without ``loss_scale``."""
+        return self._engine.loss_scale
+
+    def one_pass(self) -> ContextManager[None]:
+        """All that comes inside is one backward: backwards, ``deliver``, and what ``backward_dw()`` of fused modules brings."""
+        return _C.one_pass(self._engine)
 
     def no_sync(self) -> ContextManager[None]:
         """Backwards inside keep their gradients on this rank; a later one, or ``step()``, reduces the sum."""
@@ -184,6 +201,10 @@ class Engine:
     def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the whole reduced gradient; None where there is none. Every rank calls it."""
         return self._engine.full_gradient(parameter)
+
+    def grad_norm(self) -> torch.Tensor:
+        """The 2-norm over all reduced gradients, without the loss scale, as ``step()`` would find it before clipping."""
+        return self._engine.grad_norm()
 
     # ---- steps
 
@@ -275,6 +296,10 @@ class Engine:
 
 def _is_torchs(optimizer: AnyOptimizer) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:

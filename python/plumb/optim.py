@@ -1,7 +1,8 @@
 """The user's own ``torch.optim`` object under an engine.
 
 It stays his: its identity, groups, schedulers, ``zero_grad`` and ``state_dict`` are what they were. During ``step()`` alone,
-where the optimizer's state is sharded, its groups hold this rank's pieces of the parameters instead of the parameters.
+where the optimizer's state is sharded, its groups hold what this rank owns instead of the parameters: pieces of them where
+the optimizer is known to be elementwise, otherwise those parameters that are this rank's, whole.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _ELEMENTWISE: set[type] = {
     torch.optim.SGD,
 }
 
+#: Optimizers whose update of a parameter depends on other parameters, by name: no rank can step some of them alone.
+_ALL_TOGETHER = ("LBFGS", "Prodigy", "DAdapt")
+
 _MARK = "plumb"
 _CLOSED = "_plumb_closed"
 
@@ -39,10 +43,16 @@ _CLOSED = "_plumb_closed"
 def elementwise(optimizer: O) -> O:
     """Declares an optimizer class whose update of an element needs nothing but that element's gradient and state.
 
-    Strategies that shard the optimizer's state then take it. A class decorator, or a call for a class of somebody else's.
+    Strategies that shard the optimizer's state then cut parameters anywhere, not between parameters only, which balances
+    better. A class decorator, or a call for a class of somebody else's; for one engine, ``Engine(…, elementwise=True)``.
     """
     _ELEMENTWISE.add(optimizer)
     return optimizer
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Known to be: a class derived from one that is may do anything."""
+    return type(optimizer) in _ELEMENTWISE
 
 
 def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str) -> None:
@@ -50,10 +60,10 @@ def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]
     name = type(optimizer).__name__
     if getattr(optimizer, _CLOSED, False):
         _refuse()
-    if sharded and type(optimizer) not in _ELEMENTWISE:
+    if sharded and any(kind.__name__.startswith(_ALL_TOGETHER) for kind in type(optimizer).__mro__):
         raise Error(
-            f"{name} may look at whole parameters, and strategy '{strategy}' gives each rank pieces of them: use 'ddp'; or,"
-            f" if every element is updated by its own gradient and state alone, say so: plumb.elementwise({name})"
+            f"{name} looks at all parameters together, and strategy '{strategy}' gives each rank some of them to step: use"
+            " 'ddp', where every rank steps all"
         )
     known = {id(parameter) for _, parameter in named}
     for g, group in enumerate(optimizer.param_groups):
@@ -131,10 +141,16 @@ class Whole:
 
 
 class Pieces:
-    """Where each rank holds a part of the optimizer's state: it steps over this rank's pieces, as flat leaves."""
+    """Where each rank holds a part of the optimizer's state, or masters: it steps over what this rank owns, as leaves.
 
-    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-        self.native, self.optimizer = native, optimizer
+    With ``whole``, ownership is cut at parameters: a leaf has its parameter's shape, or is empty where another rank steps it.
+    Otherwise it is the flat piece of it that this rank owns.
+    """
+
+    def __init__(
+        self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int, whole: bool = False
+    ) -> None:
+        self.native, self.optimizer, self.whole = native, optimizer, whole
         self.place = {"rank": rank, "size": size}
         self.info: _C.StepInfo | None = None
         self.leaf_of: dict[int, torch.Tensor] = {}  # by parameter
@@ -159,7 +175,7 @@ class Pieces:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            result = (args[0], lambda: loss, *args[1:]), kwargs
+            result = (args[0], self._once(loss), *args[1:]), kwargs
         self.native.compare_settings(settings(self.optimizer))
         self.info = self.native.begin_step()
         self.stepping = not self.info.skipped
@@ -171,18 +187,48 @@ class Pieces:
             leaf = self.leaf_of.get(key)
             if leaf is None:
                 leaf = self._new_leaf(piece)
-            leaf.grad = piece.gradient
+            mine = piece.gradient is not None and not self._is_others(piece)
+            leaf.grad = self._shaped(piece, piece.gradient) if mine and piece.gradient is not None else None
         self._swap_in()
         return result
 
+    def _once(self, loss: Any) -> Callable[[], Any]:
+        """The closure that the optimizer gets: its backward has run, and what is stepped now does not change under it."""
+        calls = iter([loss])
+
+        def closure() -> Any:
+            for one in calls:
+                return one
+            raise Error(
+                f"{type(self.optimizer).__name__} calls its closure more than once in a step, and this strategy gives it what this"
+                " rank owns of the parameters, which a second backward would not see: use 'ddp' without master_weights"
+            )
+
+        return closure
+
+    def _is_others(self, piece: _C.Piece) -> bool:
+        return self.whole and piece.weight.numel() != piece.parameter.numel()
+
+    def _shaped(self, piece: _C.Piece, flat: torch.Tensor) -> torch.Tensor:
+        if not self.whole or self._is_others(piece):
+            return flat
+        return flat.as_strided(piece.parameter.shape, piece.parameter.stride())
+
     def _new_leaf(self, piece: _C.Piece) -> torch.Tensor:
         key = id(piece.parameter)
-        leaf = torch.nn.Parameter(piece.weight.detach(), requires_grad=False)
+        leaf = torch.nn.Parameter(self._shaped(piece, piece.weight.detach()), requires_grad=False)
         self.leaf_of[key], self.begin_of[key] = leaf, piece.begin
         state = self.optimizer.state.pop(piece.parameter, None)  # of before this engine, or loaded
         if state is not None:
-            self.optimizer.state[leaf] = self._cut(state, piece.parameter, leaf, piece.begin)
+            self._put(leaf, state, piece.parameter, piece.begin)
         return leaf
+
+    def _put(self, leaf: torch.Tensor, state: dict[str, Any], parameter: torch.Tensor, begin: int) -> None:
+        """What this rank needs of the state of a whole parameter."""
+        if not self.whole:
+            self.optimizer.state[leaf] = self._cut(state, parameter, leaf, begin)
+        elif leaf.numel() == parameter.numel():
+            self.optimizer.state[leaf] = state
 
     @staticmethod
     def _cut(state: dict[str, Any], parameter: torch.Tensor, leaf: torch.Tensor, begin: int) -> dict[str, Any]:
@@ -248,7 +294,7 @@ class Pieces:
                 leaf = self.leaf_of.get(id(parameter))
                 state = self.optimizer.state.pop(parameter, None)
                 if leaf is not None and state is not None:
-                    self.optimizer.state[leaf] = self._cut(state, parameter, leaf, self.begin_of[id(parameter)])
+                    self._put(leaf, state, parameter, self.begin_of[id(parameter)])
                 elif state is not None:
                     self.optimizer.state[parameter] = state
 

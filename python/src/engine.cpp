@@ -31,6 +31,54 @@ std::optional<at::Tensor> or_none(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
+const Sink& sink_of_parameter(Engine& engine, const at::Tensor& parameter) {
+  for (const Sink& sink : engine.impl().reducer->sinks()) {
+    if (sink.parameter.is_same(parameter)) return sink;
+  }
+  throw Error(engine.world().rank(), "a tensor that is none of the engine's parameters");
+}
+
+// What this rank's optimizer updates of a parameter, as a range of its elements in the order of their memory.
+std::pair<int64_t, int64_t> updated_range(Engine& engine, const at::Tensor& parameter) {
+  const Sink& sink = sink_of_parameter(engine, parameter);
+  const Bucket& bucket = engine.impl().reducer->buckets()[static_cast<size_t>(sink.slot.bucket)];
+  const Range mine = overlap(sink.slot, parameter.numel(), bucket.updated);
+  return {mine.begin - sink.slot.offset, mine.end - sink.slot.offset};
+}
+
+// The whole of something that each rank has its updated_range of: a master weight, a moment. Collective where it is cut.
+at::Tensor assemble(Engine& engine, const at::Tensor& parameter, const at::Tensor& mine) {
+  at::NoGradGuard no_grad;
+  const auto [begin, end] = updated_range(engine, parameter);
+  if (mine.numel() != end - begin) {
+    throw Error(engine.world().rank(), c10::str("'", sink_of_parameter(engine, parameter).name, "' has ", end - begin,
+                                                " elements on this rank, and was given ", mine.numel()));
+  }
+  Reducer& reducer = *engine.impl().reducer;
+  const at::Tensor whole = at::zeros({parameter.numel()}, mine.options());
+  whole.narrow(0, begin, end - begin).copy_(mine.reshape(-1));
+  if (reducer.shards(reducer.row().state)) {
+    reducer.shard().all_reduce(whole).wait(reducer.here(Where::Kind::step, "the parts of a parameter's state"));
+  }
+  return whole.as_strided(parameter.sizes(), parameter.strides());
+}
+
+// Ends a scope whose end may throw. It learns from C++ that it ends by an exception.
+template <class Scope>
+void end_scope(std::unique_ptr<Scope>& scope, bool failed) {
+  py::gil_scoped_release released;
+  if (!failed) {
+    delete scope.release();
+    return;
+  }
+  struct Unwinding {};
+  try {
+    const auto ends = std::move(scope);
+    throw Unwinding{};
+  } catch (const Unwinding&) {
+  }
+}
+
 // engine.no_sync(), as a context.
 class NoSyncObject {
  public:
@@ -50,6 +98,22 @@ class NoSyncObject {
   std::unique_ptr<NoSync> scope_;
 };
 
+// engine.one_pass(), as a context.
+class PassObject {
+ public:
+  explicit PassObject(py::object engine) : engine_(std::move(engine)) {}
+  void enter() {
+    auto& engine = *py::cast<EngineObject&>(engine_);
+    py::gil_scoped_release released;
+    scope_ = std::make_unique<Pass>(engine);
+  }
+  void exit(const py::object& failure) { end_scope(scope_, !failure.is_none()); }
+
+ private:
+  py::object engine_;
+  std::unique_ptr<Pass> scope_;
+};
+
 // engine.gathered(...), as a context.
 class GatheredObject {
  public:
@@ -60,21 +124,7 @@ class GatheredObject {
     py::gil_scoped_release released;
     scope_ = std::make_unique<Gathered>(engine, parameters_, access_);
   }
-  void exit(const py::object& failure) {
-    const bool failed = !failure.is_none();
-    py::gil_scoped_release released;
-    if (!failed) {
-      delete scope_.release();  // which may throw
-      return;
-    }
-    // A scope learns from C++ that it ends by an exception, and then publishes nothing.
-    struct Unwinding {};
-    try {
-      const auto ends = std::move(scope_);
-      throw Unwinding{};
-    } catch (const Unwinding&) {
-    }
-  }
+  void exit(const py::object& failure) { end_scope(scope_, !failure.is_none()); }
 
  private:
   py::object engine_;
@@ -93,19 +143,38 @@ void use_hook(EngineObject& self, py::object state, py::object hook) {
 
 void bind_options(py::module_& module) {
   py::class_<LossScale>(module, "LossScale")
-      .def(py::init([](double initial, double growth, double backoff, int64_t interval) {
-             return LossScale{initial, growth, backoff, interval};
+      .def(py::init([](double initial, double growth, double backoff, int64_t interval, double minimum,
+                       int64_t hysteresis, bool consecutive_hysteresis, int64_t delay) {
+             using Recovery = LossScale::Recovery;
+             return LossScale{initial,
+                              growth,
+                              backoff,
+                              interval,
+                              minimum,
+                              hysteresis,
+                              consecutive_hysteresis ? Recovery::at_a_good_step : Recovery::when_it_grows,
+                              delay};
            }),
            "initial"_a = LossScale{}.initial, py::kw_only(), "growth"_a = LossScale{}.growth,
-           "backoff"_a = LossScale{}.backoff, "interval"_a = LossScale{}.interval)
+           "backoff"_a = LossScale{}.backoff, "interval"_a = LossScale{}.interval, "minimum"_a = LossScale{}.minimum,
+           "hysteresis"_a = LossScale{}.hysteresis, "consecutive_hysteresis"_a = false, "delay"_a = LossScale{}.delay)
       .def_readonly("initial", &LossScale::initial)
       .def_readonly("growth", &LossScale::growth)
       .def_readonly("backoff", &LossScale::backoff)
-      .def_readonly("interval", &LossScale::interval);
+      .def_readonly("interval", &LossScale::interval)
+      .def_readonly("minimum", &LossScale::minimum)
+      .def_readonly("hysteresis", &LossScale::hysteresis)
+      .def_property_readonly(
+          "consecutive_hysteresis",
+          [](const LossScale& scale) { return scale.recovery == LossScale::Recovery::at_a_good_step; })
+      .def_readonly("delay", &LossScale::delay);
   py::class_<Options>(module, "Options")
       .def(py::init<>())
       .def_readwrite("strategy", &Options::strategy)
       .def_readwrite("mesh", &Options::mesh)
+      .def_property(
+          "cut_at_parameters", [](const Options& options) { return options.cut == Cut::at_parameters; },
+          [](Options& options, bool whole) { options.cut = whole ? Cut::at_parameters : Cut::anywhere; })
       .def_readwrite("bucket_bytes", &Options::bucket_bytes)
       .def_readwrite("first_bucket_bytes", &Options::first_bucket_bytes)
       .def_readwrite("accumulate_dtype", &Options::accumulate_dtype)
@@ -145,6 +214,10 @@ void bind_engine(py::module_& module) {
       .def("__exit__", [done](NoSyncObject& self, const py::object& a, const py::object& b, const py::object& c) {
         done(self, a, b, c);
       });
+  py::class_<PassObject>(module, "Pass")
+      .def("__enter__", [](PassObject& self) { self.enter(); })
+      .def("__exit__",
+           [](PassObject& self, const py::object& type, const py::object&, const py::object&) { self.exit(type); });
   py::class_<GatheredObject>(module, "Gathered")
       .def("__enter__", [](GatheredObject& self) { self.enter(); })
       .def("__exit__",
@@ -165,6 +238,9 @@ void bind_engine(py::module_& module) {
           "end_pass", [](Self& self) { (*self).end_pass(); }, no_gil())
       .def(
           "scale", [](Self& self, const at::Tensor& loss) { return (*self).scale(loss); }, "loss"_a, no_gil())
+      .def_property_readonly("loss_scale", [](Self& self) { return (*self).loss_scale(); })
+      .def(
+          "grad_norm", [](Self& self) { return (*self).grad_norm(); }, no_gil())
       .def(
           "step", [](Self& self) { return (*self).step(); }, no_gil())
       .def(
@@ -211,6 +287,12 @@ void bind_engine(py::module_& module) {
       .def("use_hook", &use_hook, "state"_a, "hook"_a)
       .def(
           "divide_by", [](Self& self, int ranks) { (*self).impl().reducer->divide_by(ranks); }, "ranks"_a, no_gil())
+      .def(
+          "updated_range", [](Self& self, const at::Tensor& p) { return updated_range(*self, p); }, "parameter"_a,
+          no_gil())
+      .def(
+          "assemble", [](Self& self, const at::Tensor& p, const at::Tensor& mine) { return assemble(*self, p, mine); },
+          "parameter"_a, "mine"_a, no_gil())
       .def_property_readonly("gathered_bytes",
                              [](Self& self) {
                                auto& impl = (*self).impl();
@@ -220,6 +302,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("closed", [](Self& self) { return self.ended(); })
       .def("close", [](Self& self) { self.end(); });
   module.def("no_sync", [](const py::object& engine) { return std::make_unique<NoSyncObject>(engine); }, "engine"_a);
+  module.def("one_pass", [](const py::object& engine) { return std::make_unique<PassObject>(engine); }, "engine"_a);
   module.def(
       "gathered",
       [](const py::object& engine, std::vector<at::Tensor> parameters, bool write) {

@@ -13,5 +13,6 @@ PYBIND11_MODULE(_C, module) {
   bind_optim(module);
   bind_unit(module);
   bind_engine(module);
+  bind_nn(module);
   announce_backwards();
 }

@@ -84,9 +84,11 @@ void check_options(int rank, int size, const Options& options) {
     throw Error(rank, "clip_norm is " + std::to_string(*options.clip_norm) + "; it must be positive, or unset");
   }
   if (const auto& scale = options.loss_scale;
-      scale &&
-      !(scale->initial > 0 && scale->growth >= 1 && scale->backoff > 0 && scale->backoff < 1 && scale->interval > 0)) {
-    throw Error(rank, "loss_scale needs initial > 0, growth >= 1, backoff between 0 and 1, and interval > 0");
+      scale && !(scale->initial > 0 && scale->growth >= 1 && scale->backoff > 0 && scale->backoff < 1 &&
+                 scale->interval > 0 && scale->minimum >= 0 && scale->hysteresis >= 1 && scale->delay >= 0)) {
+    throw Error(rank,
+                "loss_scale needs initial > 0, growth >= 1, backoff between 0 and 1, interval > 0, minimum >= 0, "
+                "hysteresis >= 1 and delay >= 0");
   }
   if (options.deterministic) {
     const int shares = options.virtual_ranks;
@@ -267,6 +269,8 @@ at::Tensor Engine::scale(const at::Tensor& loss) const {
   impl_->scales = true;
   return impl_->scaler.scaled(loss);
 }
+
+double Engine::loss_scale() const { return impl_->scaler.scale(); }
 
 at::Tensor Engine::full_parameter(const at::Tensor& parameter) {
   const TrainingMode training;

@@ -16,7 +16,8 @@ using Kind = std::tuple<int, bool, at::ScalarType, at::ScalarType, c10::DeviceTy
 // The layout of these sinks in this order; `indices[i]` is the sink of the layout's item i. Each unit has buckets of its
 // own, however large; parameters of no unit lie behind them, in buckets up to the cap. Frozen parameters of a unit lie
 // apart from trained ones, which alone need gradients and state.
-Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options, int shards) {
+Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options, int shards,
+                  int owners) {
   std::map<Kind, int> kinds;
   std::vector<Item> items;
   std::vector<int> in_units, others;
@@ -31,8 +32,8 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
     items.push_back({parameter.numel(), static_cast<int64_t>(c10::elementSize(sink.rule.bucket)), number});
   }
   constexpr int64_t no_cap = std::numeric_limits<int64_t>::max();
-  Layout layout = plan(items, in_units, {no_cap, no_cap, shards});
-  const Layout rest = plan(items, others, {options.bucket_bytes, options.first_bucket_bytes, shards});
+  Layout layout = plan(items, in_units, {no_cap, no_cap, shards, owners});
+  const Layout rest = plan(items, others, {options.bucket_bytes, options.first_bucket_bytes, shards, owners});
   for (int item : others) {
     layout.slots[item] = rest.slots[item];
     layout.slots[item].bucket += static_cast<int>(layout.buckets.size());
@@ -44,7 +45,8 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
 }  // namespace
 
 void Buckets::add(std::deque<Sink>& sinks, const std::vector<int>& indices) {
-  place(sinks, plan_sinks(sinks, indices, options_, team_.size()), indices);
+  const int owners = options_.cut == Cut::at_parameters ? team_.shard().size() : 0;
+  place(sinks, plan_sinks(sinks, indices, options_, team_.size(), owners), indices);
 }
 
 void Buckets::place(std::deque<Sink>& sinks, const Layout& layout, const std::vector<int>& indices) {

@@ -74,6 +74,7 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
   Lines lines = {"strategy is '" + options.strategy + "'"};
   say(lines, "mesh.replicate", options.mesh.replicate);
   say(lines, "mesh.shard", options.mesh.shard);
+  say(lines, "cut at parameters", options.cut == Cut::at_parameters);
   lines.push_back(c10::str("bucket caps are ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes"));
   say(lines, "accumulate_dtype", options.accumulate_dtype);
   say(lines, "master_weights", options.master_weights);
@@ -87,6 +88,11 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
     say(lines, "loss_scale.growth", options.loss_scale->growth);
     say(lines, "loss_scale.backoff", options.loss_scale->backoff);
     say(lines, "loss_scale.interval", options.loss_scale->interval);
+    say(lines, "loss_scale.minimum", options.loss_scale->minimum);
+    say(lines, "loss_scale.hysteresis", options.loss_scale->hysteresis);
+    say(lines, "loss_scale.recovery at a good step",
+        options.loss_scale->recovery == LossScale::Recovery::at_a_good_step);
+    say(lines, "loss_scale.delay", options.loss_scale->delay);
   }
   say(lines, "schedule.warmup", options.schedule.warmup);
   say(lines, "schedule.total", options.schedule.total);

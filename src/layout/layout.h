@@ -33,6 +33,10 @@ struct LayoutOptions {
   int64_t bucket_bytes = 25 << 20;
   int64_t first_bucket_bytes = 1 << 20;
   int shards = 1;
+  // 0: ranges may end anywhere. Otherwise no item crosses the border of one of as many equal ranges (see owned()), which
+  // are filled as evenly as they can be; `shards` is a multiple of it. An item that alone fills its range leaves the others
+  // of its bucket room as large as itself: whatever fits there joins it, over the cap.
+  int owners = 0;
 };
 
 // Every slot begins at a multiple of this many elements, so that vector kernels see the same alignment for a parameter

@@ -99,29 +99,6 @@ std::vector<at::Tensor> ExpertsModule::register_biases(const std::string& name, 
   return each;
 }
 
-namespace {
-
-std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& weight, const Tokens& tokens,
-                                         int64_t experts) {
-  if (x.dim() != 2 || x.size(1) != weight.size(-1)) {
-    throw Error(c10::str("the input has shape ", x.sizes(), "; expected [rows, ", weight.size(-1), "]"));
-  }
-  return std::make_shared<const Groups>(tokens, experts, x.size(0), x.device());
-}
-
-void check_probabilities(const at::Tensor& probabilities, const at::Tensor& x) {
-  if (probabilities.dim() != 1 || probabilities.size(0) != x.size(0)) {
-    throw Error(c10::str("the probabilities have shape ", probabilities.sizes(), "; expected [", x.size(0),
-                         "], one per row of the input"));
-  }
-  if (probabilities.device() != x.device() || !probabilities.is_floating_point()) {
-    throw Error(c10::str("the probabilities are ", probabilities.scalar_type(), " on ", probabilities.device(),
-                         "; expected floating-point numbers on ", x.device(), ", the input's device"));
-  }
-}
-
-}  // namespace
-
 GroupedLinearImpl::GroupedLinearImpl(const GroupedLinearOptions& options)
     : experts_(options.experts), store_(store_if(options.delay_wgrad_compute)) {
   check_positive("a grouped linear layer", {options.experts, options.in, options.out});
@@ -130,7 +107,7 @@ GroupedLinearImpl::GroupedLinearImpl(const GroupedLinearOptions& options)
 }
 
 at::Tensor GroupedLinearImpl::forward(const at::Tensor& x, const Tokens& tokens) {
-  return grouped_linear(x, {weights, biases}, groups_for(x, weights[0], tokens, experts_), store_);
+  return grouped_linear(x, {weights, biases}, tokens, experts_, store_);
 }
 
 void GroupedLinearImpl::backward_dw() { flush(store_); }
@@ -147,9 +124,7 @@ GroupedMLPImpl::GroupedMLPImpl(const GroupedMLPOptions& options)
 }
 
 at::Tensor GroupedMLPImpl::forward(const at::Tensor& x, const Tokens& tokens, const at::Tensor& probabilities) {
-  auto groups = groups_for(x, up[0], tokens, experts_);
-  if (probabilities.defined()) check_probabilities(probabilities, x);
-  return grouped_mlp(x, {up, up_biases}, {down, down_biases}, probabilities, activation_, std::move(groups), store_);
+  return grouped_mlp(x, {up, up_biases}, {down, down_biases}, probabilities, activation_, tokens, experts_, store_);
 }
 
 void GroupedMLPImpl::backward_dw() { flush(store_); }
@@ -160,9 +135,11 @@ RouterImpl::RouterImpl(int64_t width, int64_t experts, int64_t top_k) : top_k_(t
   weight = register_parameter("weight", fresh({experts, width}, width));
 }
 
-Routing RouterImpl::forward(const at::Tensor& x) {
+Routing RouterImpl::forward(const at::Tensor& x) { return route(x, weight, top_k_); }
+
+Routing route(const at::Tensor& x, const at::Tensor& weight, int64_t top_k) {
   const at::Tensor chances = at::softmax(at::linear(x.to(at::kFloat), weight.to(at::kFloat)), -1);
-  auto [best, experts] = chances.topk(top_k_, -1);
+  auto [best, experts] = chances.topk(top_k, -1);
   Routing routing;
   routing.weights = (best / best.sum(-1, /*keepdim=*/true)).to(x.scalar_type());
   const at::Tensor flat = experts.flatten();

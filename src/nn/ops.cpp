@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "nn/product.h"
+#include "plumb/error.h"
 
 namespace plumb::nn {
 namespace {
@@ -294,10 +295,30 @@ KeptPtr kept_for(const Layer& layer, std::shared_ptr<const Groups> groups, std::
   return kept;
 }
 
+std::shared_ptr<const Groups> groups_for(const at::Tensor& x, const at::Tensor& weight, const Tokens& tokens,
+                                         int64_t experts) {
+  if (x.dim() != 2 || x.size(1) != weight.size(-1)) {
+    throw Error(c10::str("the input has shape ", x.sizes(), "; expected [rows, ", weight.size(-1), "]"));
+  }
+  return std::make_shared<const Groups>(tokens, experts, x.size(0), x.device());
+}
+
+void check_probabilities(const at::Tensor& probabilities, const at::Tensor& x) {
+  if (probabilities.dim() != 1 || probabilities.size(0) != x.size(0)) {
+    throw Error(c10::str("the probabilities have shape ", probabilities.sizes(), "; expected [", x.size(0),
+                         "], one per row of the input"));
+  }
+  if (probabilities.device() != x.device() || !probabilities.is_floating_point()) {
+    throw Error(c10::str("the probabilities are ", probabilities.scalar_type(), " on ", probabilities.device(),
+                         "; expected floating-point numbers on ", x.device(), ", the input's device"));
+  }
+}
+
 }  // namespace
 
-at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, std::shared_ptr<const Groups> groups,
+at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, const Tokens& tokens, int64_t experts,
                           std::shared_ptr<WgradStore> store) {
+  auto groups = groups_for(x, layer.weights[0], tokens, experts);
   std::vector<at::Tensor> inputs = {x};
   append(inputs, layer.weights);
   append(inputs, layer.biases);
@@ -305,7 +326,10 @@ at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, std::shared_p
 }
 
 at::Tensor grouped_mlp(const at::Tensor& x, const Layer& up, const Layer& down, const at::Tensor& probabilities,
-                       Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store) {
+                       Activation activation, const Tokens& tokens, int64_t experts,
+                       std::shared_ptr<WgradStore> store) {
+  auto groups = groups_for(x, up.weights[0], tokens, experts);
+  if (probabilities.defined()) check_probabilities(probabilities, x);
   auto kept = kept_for(up, std::move(groups), std::move(store));
   kept->activation = activation;
   kept->layers = 2;

@@ -22,11 +22,12 @@ struct Layer {
   std::vector<at::Tensor> weights, biases;
 };
 
-at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, std::shared_ptr<const Groups> groups,
+// An Error for rows or probabilities of another shape, and for counts that cannot be (see Groups).
+at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, const Tokens& tokens, int64_t experts,
                           std::shared_ptr<WgradStore> store);
 
 // `probabilities`: undefined, or [rows], a factor of each row's result.
 at::Tensor grouped_mlp(const at::Tensor& x, const Layer& up, const Layer& down, const at::Tensor& probabilities,
-                       Activation activation, std::shared_ptr<const Groups> groups, std::shared_ptr<WgradStore> store);
+                       Activation activation, const Tokens& tokens, int64_t experts, std::shared_ptr<WgradStore> store);
 
 }  // namespace plumb::nn

@@ -2,12 +2,15 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "optim/norm.h"
 
 namespace plumb {
 
 Scaler::Scaler(const std::optional<LossScale>& rule)
-    : rule_(rule), scale_(std::make_shared<double>(rule ? rule->initial : 1.0)) {}
+    : rule_(rule), scale_(std::make_shared<double>(rule ? rule->initial : 1.0)), good_steps_(rule ? -rule->delay : 0),
+      patience_(rule ? rule->hysteresis : 0) {}
 
 at::Tensor Scaler::scaled(const at::Tensor& loss) const {
   if (!on()) return loss;
@@ -49,12 +52,17 @@ void Scaler::unscale(std::deque<Bucket>& buckets) {
 
 void Scaler::settle(bool skipped) {
   if (skipped) {
-    *scale_ *= rule_->backoff;
-    good_steps_ = 0;
-  } else if (++good_steps_ == rule_->interval) {
-    *scale_ *= rule_->growth;
-    good_steps_ = 0;
+    good_steps_ = -rule_->delay;
+    if (--patience_ > 0) return;
+    patience_ = 1;  // every further one counts, until the scale has recovered
+    *scale_ = std::max(*scale_ * rule_->backoff, std::min(rule_->minimum, *scale_));
+    return;
   }
+  if (rule_->recovery == LossScale::Recovery::at_a_good_step) patience_ = rule_->hysteresis;
+  if (++good_steps_ < rule_->interval) return;
+  good_steps_ = 0;
+  patience_ = rule_->hysteresis;
+  *scale_ *= rule_->growth;
 }
 
 }  // namespace plumb

@@ -35,7 +35,8 @@ class Scaler {
   std::optional<LossScale> rule_;
   std::shared_ptr<double> scale_;  // graphs that the user keeps look at it, too
   double of_gradients_ = 1.0;
-  int64_t good_steps_ = 0;  // since the scale last changed
+  int64_t good_steps_ = 0;  // since the scale last changed, or a step was skipped
+  int64_t patience_ = 0;    // skipped steps until the scale falls
 };
 
 }  // namespace plumb

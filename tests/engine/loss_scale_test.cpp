@@ -240,6 +240,45 @@ TEST(LossScale, GrowsAndBacksOffByExactCounts) {
   EXPECT_TRUE(off.scaled(loss).is_same(loss));
 }
 
+// The scales after steps that were good ('.') or skipped ('x').
+std::vector<double> scales_after(const LossScale& rule, const std::string& steps) {
+  Scaler scaler(rule);
+  std::vector<double> scales;
+  for (const char step : steps) {
+    scaler.settle(step == 'x');
+    scales.push_back(scaler.scale());
+  }
+  return scales;
+}
+
+TEST(LossScale, FallsAfterAsManySkippedStepsAsItsHysteresisAndEachTimeAfterThem) {
+  EXPECT_EQ(scales_after({.initial = 64, .interval = 100, .hysteresis = 3}, "x.xx.x"),
+            (std::vector<double>{64, 64, 64, 32, 32, 16}));
+  EXPECT_EQ(scales_after({.initial = 64, .interval = 2, .hysteresis = 2}, "x..x"),
+            (std::vector<double>{64, 64, 128, 128}))
+      << "a scale that has grown counts anew";
+}
+
+TEST(LossScale, CountsSkippedStepsAnewAfterAGoodOneWhereItIsToldTo) {
+  const LossScale rule{
+      .initial = 64, .interval = 100, .hysteresis = 2, .recovery = LossScale::Recovery::at_a_good_step};
+  EXPECT_EQ(scales_after(rule, "x.x.xx"), (std::vector<double>{64, 64, 64, 64, 64, 32}));
+}
+
+TEST(LossScale, NeverFallsBelowItsMinimum) {
+  EXPECT_EQ(scales_after({.initial = 8, .minimum = 3}, "xxx"), (std::vector<double>{4, 3, 3}));
+  EXPECT_EQ(scales_after({.initial = 8, .growth = 1, .interval = 1, .minimum = 8}, "x.x."),
+            (std::vector<double>{8, 8, 8, 8}))
+      << "a scale that stays";
+  EXPECT_EQ(scales_after({.initial = 2, .minimum = 4}, "x"), (std::vector<double>{2}))
+      << "nor does it rise by a bad step";
+}
+
+TEST(LossScale, PassesOverGoodStepsAfterTheStartAndAfterASkippedOne) {
+  EXPECT_EQ(scales_after({.initial = 1, .interval = 2, .delay = 1}, "......"), (std::vector<double>{1, 1, 2, 2, 4, 4}));
+  EXPECT_EQ(scales_after({.initial = 2, .interval = 2, .delay = 1}, "x..."), (std::vector<double>{1, 1, 1, 2}));
+}
+
 TEST(LossScale, ASkippedStepChangesNothingButBuffers) {
   run_local(2, [](World world) {
     at::Tensor weight = at::ones({4}, at::kDouble).requires_grad_();

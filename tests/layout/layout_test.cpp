@@ -32,6 +32,10 @@ rc::Gen<Input> inputs() {
     input.options.bucket_bytes = *rc::gen::inRange<int64_t>(1, 20000);
     input.options.first_bucket_bytes = *rc::gen::inRange<int64_t>(1, 5000);
     input.options.shards = *rc::gen::inRange(1, 9);
+    if (*rc::gen::arbitrary<bool>()) {
+      input.options.owners = *rc::gen::inRange(1, 5);
+      input.options.shards = input.options.owners * *rc::gen::inRange(1, 3);
+    }
     return input;
   });
 }
@@ -79,7 +83,11 @@ TEST(Layout, KeepsTheGivenOrderInsideAKind) {
     std::map<int, std::vector<int>> expected, found;
     for (int item : input.order) expected[input.items[item].kind].push_back(item);
     for (const auto& bucket : layout.buckets) {
-      found[bucket.kind].insert(found[bucket.kind].end(), bucket.items.begin(), bucket.items.end());
+      std::vector<int> items = bucket.items;
+      if (input.options.owners > 0) {  // by owner, inside a bucket
+        std::ranges::sort(items, {}, [&](int item) { return std::ranges::find(input.order, item); });
+      }
+      found[bucket.kind].insert(found[bucket.kind].end(), items.begin(), items.end());
     }
     RC_ASSERT(found == expected);
   });
@@ -91,11 +99,14 @@ TEST(Layout, ExceedsTheCapOnlyForASingleItem) {
     for (const auto& bucket : layout.buckets) {
       int64_t bytes = 0;
       int64_t filled = 0;
+      int64_t largest = 0;
       for (int item : bucket.items) {
-        bytes += (input.items[item].numel + kAlignment - 1) / kAlignment * kAlignment * input.items[item].element_bytes;
+        const int64_t padded = (input.items[item].numel + kAlignment - 1) / kAlignment * kAlignment;
+        bytes += padded * input.items[item].element_bytes;
+        largest = std::max(largest, padded * input.items[item].element_bytes);
         filled += input.items[item].numel > 0;
       }
-      RC_ASSERT(bytes <= cap || filled == 1);
+      RC_ASSERT(bytes <= cap || filled == 1 || bytes <= input.options.owners * largest);
     }
   });
 }
@@ -186,7 +197,11 @@ void expect_recomputed(const Input& input, const Layout& layout) {
   }
 }
 
-TEST(Layout, IsThatOfAPlainRecomputation) { holds("recomputed", expect_recomputed); }
+TEST(Layout, IsThatOfAPlainRecomputation) {
+  holds("recomputed", [](const Input& input, const Layout& layout) {
+    if (input.options.owners == 0) expect_recomputed(input, layout);
+  });
+}
 
 // Sizes around the alignment, and caps around what they fill: exactly, one byte less, one more. Some items are left out.
 TEST(Layout, IsRightAtEveryBoundary) {
@@ -228,6 +243,56 @@ TEST(Layout, GivesEveryElementToOneRank) {
       RC_ASSERT(found == input.items[item].numel);
     }
   });
+}
+
+TEST(Layout, CutsBetweenParametersWhereEachHasOneOwner) {
+  holds("owners", [](const Input& input, const Layout& layout) {
+    const int owners = input.options.owners;
+    if (owners == 0) return;
+    for (const int item : input.order) {
+      const Slot& slot = layout.slots[item];
+      int found = 0;
+      for (int rank = 0; rank < owners; ++rank) {
+        const Range range = owned(layout.buckets[slot.bucket].numel, rank, owners);
+        found += slot.offset >= range.begin && slot.offset + input.items[item].numel <= range.end ? 1 : 0;
+      }
+      RC_ASSERT(found >= 1);  // an empty one may lie on a border
+      RC_ASSERT(found == 1 || input.items[item].numel == 0);
+    }
+  });
+}
+
+TEST(Layout, SharesOwnersOutEvenly) {
+  // The largest first, each to whoever has least: 5 | 4 | 3 + 2.
+  std::vector<Item> items;
+  for (const int64_t numel : {16 * 2, 16 * 3, 16 * 4, 16 * 5}) items.push_back({numel, 4, 0});
+  const Layout layout = plan(items, {0, 1, 2, 3}, {.bucket_bytes = 1 << 20, .shards = 3, .owners = 3});
+  ASSERT_EQ(layout.buckets.size(), 1u);
+  EXPECT_EQ(layout.buckets[0].numel, 3 * 16 * 5);
+  EXPECT_EQ(layout.buckets[0].items, (std::vector<int>{3, 2, 1, 0}));
+  EXPECT_EQ(layout.slots[1].offset, 2 * 16 * 5);
+  EXPECT_EQ(layout.slots[0].offset, 2 * 16 * 5 + 16 * 3);
+}
+
+TEST(Layout, LargeParametersComeAsManyAtATimeAsThereAreOwners) {
+  // Each is over the cap; alone in their buckets they would leave three ranks of four without anything to own.
+  const std::vector<Item> items(8, Item{1600, 4, 0});
+  const Layout layout =
+      plan(items, {0, 1, 2, 3, 4, 5, 6, 7}, {.bucket_bytes = 64, .first_bucket_bytes = 64, .shards = 4, .owners = 4});
+  ASSERT_EQ(layout.buckets.size(), 2u);
+  for (const BucketShape& bucket : layout.buckets) EXPECT_EQ(bucket.numel, 4 * 1600);
+}
+
+TEST(Layout, AnEmptyParameterLiesBeforeTheOneThatBeginsThere) {
+  const std::vector<Item> items = {{32, 4, 0}, {0, 4, 0}, {32, 4, 0}};
+  const Layout layout = plan(items, {0, 2, 1}, {.shards = 2, .owners = 2});
+  int64_t last = 0;
+  bool empty_after = false;
+  for (const int item : layout.buckets[0].items) {
+    empty_after = empty_after || (items[item].numel == 0 && layout.slots[item].offset < last);
+    last = layout.slots[item].offset + items[item].numel;
+  }
+  EXPECT_FALSE(empty_after);
 }
 
 TEST(Layout, GivesTheFirstBucketTheSmallerCap) {

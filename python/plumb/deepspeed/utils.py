@@ -1,0 +1,201 @@
+"""``safe_get_*`` and ``safe_set_*``: whole f32 parameters, gradients and optimizer state, wherever their parts lie.
+
+The functions with "full" in their names are collective where the thing is sharded: every rank calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import ConfigError
+from .zero import (
+    engine_of,
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+)
+
+if TYPE_CHECKING:
+    from .engine import DeepSpeedEngine
+
+__all__ = [
+    "get_z3_leaf_modules", "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param",
+    "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
+    "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized", "set_z3_leaf_modules", "unset_z3_leaf_modules",
+]  # fmt: skip
+
+
+def _owner(param: torch.Tensor) -> "DeepSpeedEngine":
+    engine = engine_of(param)
+    if engine is None:
+        raise ConfigError("this parameter belongs to no engine that plumb.deepspeed.initialize built, or it was destroyed")
+    return engine
+
+
+def _range(param: torch.Tensor) -> tuple[int, int]:
+    return _owner(param).engine._engine.updated_range(param)
+
+
+def _flat(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole value in the order of the parameter's memory."""
+    if value.numel() != param.numel():
+        raise ConfigError(f"the value has shape {list(value.shape)}; expected {list(param.shape)}, the parameter's")
+    flat = torch.empty(param.numel(), dtype=value.dtype, device=value.device)
+    flat.as_strided(param.shape, param.stride()).copy_(value.reshape(param.shape))
+    return flat
+
+
+# ---- f32 parameters
+
+
+def _master(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the f32 master, flat; None: there is none (yet), and the parameter is the truth."""
+    leaf = _owner(param).leaf_of(param)
+    return None if leaf is None or leaf.dtype == param.dtype else leaf.detach().reshape(-1)
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    owner, master = _owner(param), _master(param)
+    if master is None:
+        return owner.engine.full_parameter(param).float()
+    return owner.engine._engine.assemble(param, master)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    owner, master = _owner(param), _master(param)
+    with owner.engine.gathered([param], write=True):
+        param.copy_(value.reshape(param.shape))
+    if master is not None:  # to the last bit; the parameter is what it rounds to
+        begin, end = _range(param)
+        master.copy_(_flat(param, value)[begin:end])
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part, flat."""
+    master = _master(param)
+    if master is not None:
+        return master.clone()
+    begin, end = _range(param)
+    return _flat(param, _owner(param).engine.full_parameter(param))[begin:end].float()
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Every rank calls it, with its own part."""
+    owner = _owner(param)
+    safe_set_full_fp32_param(param, owner.engine._engine.assemble(param, value.detach().reshape(-1).float()))
+
+
+# ---- gradients
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Reduced; with the loss scale in it, as ``step()`` will find it."""
+    return _owner(param).engine.full_gradient(param)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    gradient = param.grad
+    if gradient is None:
+        raise ConfigError("safe_set_full_grad of a parameter without a gradient; run a backward first")
+    if gradient.shape == param.shape:
+        gradient.copy_(value.reshape(param.shape))
+    else:
+        begin, end = _range(param)
+        gradient.copy_(_flat(param, value)[begin:end].to(gradient.dtype).view(gradient.shape))
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.shape == param.shape:
+        begin, end = _range(param)
+        return _flat(param, gradient.detach())[begin:end]
+    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach()).reshape(-1)
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Every rank calls it, with its own part."""
+    gradient = param.grad
+    if gradient is None:
+        raise ConfigError("safe_set_local_grad of a parameter without a gradient; run a backward first")
+    if gradient.shape == param.shape:
+        gradient.copy_(_owner(param).engine._engine.assemble(param, value.detach().reshape(-1)))
+    else:
+        gradient.copy_(value.to(gradient.dtype).view(gradient.shape))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """``update_func(gradient, parameter)`` gives each whole gradient anew."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+# ---- optimizer state
+
+
+def _state(param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """This rank's part, as the optimizer holds it."""
+    owner = _owner(param)
+    optimizer: Any = owner.basic_optimizer
+    if optimizer is None:
+        return None
+    leaf = owner.leaf_of(param)
+    found = optimizer.state.get(param if leaf is None else leaf, {}).get(key)
+    return found if torch.is_tensor(found) else None
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    owner = _owner(param)
+    leaf = owner.leaf_of(param)
+    mine = _state(param, optim_state_key)
+    if leaf is None:
+        return None if mine is None else mine.clone()
+    begin, end = _range(param)
+    if mine is None:  # another rank's alone, or nobody's yet
+        if begin == end and owner.steps_taken():
+            return owner.engine._engine.assemble(param, torch.zeros(0, dtype=leaf.dtype, device=leaf.device))
+        return None
+    if mine.numel() != end - begin:
+        raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {list(mine.shape)} on this rank")
+    return owner.engine._engine.assemble(param, mine)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    mine = _state(param, optim_state_key)
+    owner = _owner(param)
+    if mine is None:
+        begin, end = _range(param)
+        if begin == end and owner.steps_taken():
+            return
+        raise ConfigError(f"the optimizer has no '{optim_state_key}' for this parameter; it has state after its first step")
+    if owner.leaf_of(param) is None:
+        mine.copy_(value.reshape(mine.shape))
+    else:
+        begin, end = _range(param)
+        mine.view(-1).copy_(_flat(param, value)[begin:end])
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    mine = _state(param, optim_state_key)
+    return None if mine is None else mine.detach().clone().reshape(-1)
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    mine = _state(param, optim_state_key)
+    if mine is None:
+        raise ConfigError(f"the optimizer has no '{optim_state_key}' for this parameter on this rank")
+    mine.copy_(value.reshape(mine.shape))

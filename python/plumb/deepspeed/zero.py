@@ -1,0 +1,165 @@
+"""DeepSpeed's names around sharded parameters: ``zero.Init``, ``zero.GatheredParameters``, and what is one unit."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .config import ConfigError
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .engine import DeepSpeedEngine
+
+_engines: Any = WeakIdKeyDictionary()  # by parameter
+
+
+def claim(engine: "DeepSpeedEngine") -> None:
+    """These functions find the engine of a parameter by itself from now on."""
+    for parameter in engine.module.parameters():
+        _engines[parameter] = weakref.ref(engine)
+
+
+def engine_of(parameter: torch.Tensor) -> "DeepSpeedEngine | None":
+    found = _engines.get(parameter)
+    engine = found() if found is not None else None
+    return engine if engine is not None and not engine.destroyed else None
+
+
+class Init:
+    """A model built inside is the one that a plain program builds, and ``initialize`` shards it.
+
+    Every argument of DeepSpeed's is taken. The model is whole on each rank until then: to build one that no rank can hold, see
+    ``plumb.Engine`` and ``plumb::Deferred``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        if remote_device not in (None, "none", "cpu"):
+            raise ConfigError(f"zero.Init(remote_device={remote_device!r}) is not supported; expected None or 'cpu'")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError("zero.Init with quantised weights is not supported")
+
+    def __enter__(self) -> "Init":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside, these parameters are whole. What ``modifier_rank`` wrote into them is everybody's at the end."""
+    given = [params] if isinstance(params, torch.Tensor) else [p for p in params if isinstance(p, torch.Tensor)]
+    engine = next((found for found in map(engine_of, given) if found is not None), None)
+    if not enabled or engine is None:  # not sharded yet: initialize() takes rank 0's values
+        yield
+        return
+    mine = [p for p in given if engine_of(p) is engine]
+    with engine.engine.gathered(mine, write=modifier_rank is not None):
+        yield
+        if modifier_rank and engine.world_size > 1:  # rank 0's is published
+            if not dist.is_initialized():
+                raise ConfigError(
+                    f"GatheredParameters(modifier_rank={modifier_rank}) needs torch.distributed; initialise it, or write on rank 0"
+                )
+            with torch.no_grad():
+                for parameter in mine:
+                    dist.broadcast(parameter.detach(), src=modifier_rank)
+
+
+# ---- units of stage 3
+
+_LEAF = "_plumb_z3_leaf"
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True) -> list[nn.Module]:
+    """Modules of these classes (or names of classes) are one unit each, with everything inside of them."""
+
+    def matches(module: nn.Module) -> bool:
+        kinds = type(module)
+        names = {kinds.__name__, f"{kinds.__module__}.{kinds.__qualname__}"}
+        return any(one in names if isinstance(one, str) else isinstance(module, one) for one in leaf_module_classes)
+
+    found = [module for module in model.modules() if matches(module)]
+    if not found and raise_if_not_found:
+        raise ConfigError(f"No modules of type {leaf_module_classes} found in the model")
+    for module in found:
+        setattr(module, _LEAF, True)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[Any]) -> list[nn.Module]:
+    found = [module for module in model.modules() if isinstance(module, tuple(leaf_module_classes))]
+    for module in found:
+        setattr(module, _LEAF, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, _LEAF, False)]
+
+
+def units_of(model: nn.Module, config: "Config") -> list[nn.Module]:
+    """What is gathered and released together: the members of lists of modules (blocks), and what lies outside of them,
+    module by module. Units with fewer elements than the persistence threshold stay whole."""
+    leaf = config["zero_optimization.leaf_module"] or {}
+    unknown = set(leaf) - {"classes", "names", "name_suffixes"}
+    if unknown:
+        raise ConfigError(
+            f"the DeepSpeed config has the key 'zero_optimization.leaf_module.{sorted(unknown)[0]}', which is not known;"
+            " expected classes, names, name_suffixes"
+        )
+    if leaf.get("classes"):
+        set_z3_leaf_modules(model, list(leaf["classes"]), raise_if_not_found=False)
+    names, suffixes = set(leaf.get("names", ())), tuple(leaf.get("name_suffixes", ()))
+    units: list[nn.Module] = []
+
+    def walk(name: str, module: nn.Module, in_list: bool) -> None:
+        whole = in_list or getattr(module, _LEAF, False) or isinstance(module, nn.MultiheadAttention)
+        whole = whole or name in names or (bool(suffixes) and name.endswith(suffixes))
+        if whole and next(module.parameters(), None) is not None:
+            units.append(module)
+            return
+        if next(module.parameters(recurse=False), None) is not None and module is not model:
+            units.append(module)
+        listed = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for child_name, child in module.named_children():
+            # A list of lists is no block.
+            block = listed and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            walk(f"{name}.{child_name}".lstrip("."), child, block)
+
+    walk("", model, False)
+    least = config["zero_optimization.stage3_param_persistence_threshold"]
+    return [unit for unit in units if sum(p.numel() for p in unit.parameters()) >= max(1, least)]
