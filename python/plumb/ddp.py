@@ -1,5 +1,6 @@
 """``plumb.DistributedDataParallel``: torch's, with Plumb's engine where torch's reducer would be."""
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import contextlib
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel as _Torchs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,6 +41,8 @@ class DistributedDataParallel(_Torchs):
     >>> plumb.spawn(train, ranks=2)
     [[[0.5, 0.5]], [[0.5, 0.5]]]
     """
+
+    _engine: Engine | None
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class DistributedDataParallel(_Torchs):
                     "a parameter of this module belongs to another DistributedDataParallel, which has more parameters;"
                     " wrap what they share once"
                 )
+            assert other._engine is not None
             other._engine.close()
         kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
         engine = Engine(
@@ -198,7 +203,7 @@ class DistributedDataParallel(_Torchs):
         signature = inspect.signature(hook)
         empty = inspect.Signature.empty
         asked = {
-            "bucket annotation should be dist.GradBucket": (signature.parameters["bucket"].annotation, dist.GradBucket),
+            "bucket annotation should be dist.GradBucket": (signature.parameters["bucket"].annotation, GradBucket),
             "return annotation should be torch.futures.Future[torch.Tensor]": (
                 signature.return_annotation,
                 torch.futures.Future[torch.Tensor],
@@ -210,8 +215,8 @@ class DistributedDataParallel(_Torchs):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         hooks = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))

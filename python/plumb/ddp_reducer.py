@@ -1,7 +1,9 @@
 """What others ask of torch's reducer, logger and join hook, answered for plumb.DistributedDataParallel."""
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import Reducer as _Torchs
 from torch.nn.parallel.distributed import _DDPJoinHook
 
 from ._C import Error
@@ -46,7 +50,7 @@ class Reducer:
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name in _QUIET:
             return lambda *args, **kwargs: None
-        if hasattr(dist.Reducer, name):
+        if hasattr(_Torchs, name):
             raise Error(f"'{name}' looks into torch's reducer, and gradients are reduced by Plumb's engine: see ddp.engine")
         raise AttributeError(f"plumb.DistributedDataParallel's reducer has no '{name}'")
 
@@ -68,7 +72,7 @@ class Reducer:
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self.sample_rate = rate
 
-    def _run_allreduce_hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = self._ddp()
         assert ddp is not None
         work = dist.all_reduce(bucket.buffer().div_(ddp.process_group.size()), group=ddp.process_group, async_op=True)
@@ -102,31 +106,16 @@ class Reducer:
 class JoinHook(_DDPJoinHook):
     """What a rank does that ran out of inputs, for each forward and backward of the others."""
 
+    ddp: Any
+
     def main_hook(self) -> None:
         ddp = self.ddp
         engine = ddp.engine
         ddp._check_and_sync_module_buffers()
         reduces = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = reduces
-        native = engine._engine
-        if native.holds and reduces:  # gradients of its own, which nobody has seen yet
-            engine.backward(None)
-            return
-        parameters = ddp._module_parameters
-        gradients = [parameter.grad for parameter in parameters]
-        native.set_absent(True)
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            if reduces:
-                engine.backward(None)
-            else:
-                with engine.no_sync():
-                    engine.backward(None)
-        finally:
-            native.set_absent(False)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        with contextlib.nullcontext() if reduces else engine.no_sync():
+            engine._engine.sit_out()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         super().post_hook(is_last_joiner)
@@ -172,7 +161,6 @@ class Logger:
             "backend_name": dist.get_backend(group),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.").replace("float32", "float").replace("float64", "double") for p in parameters})),
             "bucket_sizes": sizes,
-            "comm_hook": "",
         }
         for name in ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"):
             strings[name.lower()] = os.environ.get(name, "N/A")

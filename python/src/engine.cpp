@@ -282,8 +282,7 @@ void bind_engine(py::module_& module) {
                                return bytes;
                              })
       .def(
-          "set_absent", [](Self& self, bool absent) { (*self).impl().reducer->set_absent(absent); }, "absent"_a,
-          no_gil())
+          "sit_out", [](Self& self) { (*self).impl().reducer->sit_out(); }, no_gil())
       .def("use_hook", &use_hook, "state"_a, "hook"_a)
       .def(
           "divide_by", [](Self& self, int ranks) { (*self).impl().reducer->divide_by(ranks); }, "ranks"_a, no_gil())

@@ -66,9 +66,22 @@ void Reducer::divide_by(int ranks) {
   divides_by_all_ = ranks == team_.size();
 }
 
-void Reducer::set_absent(bool absent) {
+void Reducer::sit_out() {
+  {
+    Lock lock(mutex_);
+    // Gradients of its own that nobody has seen yet come first.
+    if (!held_ || no_sync_ > 0) absence_.begin(sinks());
+  }
+  std::exception_ptr failure;
+  try {
+    begin_backward();
+    end_backward(nullptr);
+  } catch (...) {
+    failure = std::current_exception();
+  }
   Lock lock(mutex_);
-  absent_ = absent;
+  if (absence_.now()) absence_.end(sinks());
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Reducer::check_alive() const {
@@ -176,7 +189,7 @@ OpenPass& Reducer::open_pass() {
   prepare_capture();
   OpenPass pass;
   pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
-  changes_.look_at_gradients(members_.sinks(), held_ || absent_);
+  changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
   ++passes_;
   ledger_.open_pass(steps_, passes_);
@@ -270,12 +283,12 @@ void Reducer::close_synced_pass(OpenPass& pass) {
     all = exchange_facts(Where::Kind::backward, late, pass.failure != nullptr);
     traffic_.finish_all(where);
     changes_.check_gradients(members_.sinks(), all);
-    check_nothing_kept(all);
     join_late(all, late);
+    adopt(all);  // before a second reduction: whoever had nothing now holds the mean of the first
+    if (divides_by_all_) absence_.make_up(sinks(), all, late);
     for (size_t i = 0; i < late.size(); ++i) {
       if (late[i]) ledger_.late(static_cast<int>(i));
     }
-    adopt(all);  // before a second reduction: whoever had nothing now holds the mean of the first
     admit_newcomers(all, late, pass.failure != nullptr);
     if (fault == Fault::reduce_twice) late[0] = true;
     traffic_.reduce_and_wait(late, where);
@@ -293,20 +306,6 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   }
   ledger_.close_pass(Ledger::Sync::reduced);
   rebuild(pass);
-}
-
-// An absent rank adds nothing, also not the mean of before that the others added to: it would have shrunk.
-void Reducer::check_nothing_kept(const std::vector<Facts>& all) const {
-  const auto absent = std::ranges::find_if(all, &Facts::absent);
-  if (absent == all.end() || !divides_by_all_) return;
-  for (const Sink& sink : sinks()) {
-    const auto index = static_cast<size_t>(sink.index);
-    if (std::ranges::none_of(all, [&](const Facts& facts) { return facts.intact[index]; })) continue;
-    throw Error(team_.rank(),
-                "rank " + std::to_string(absent - all.begin()) +
-                    " has run out of inputs, and the others add to the reduced gradient of parameter '" + sink.name +
-                    "' from before; accumulate inside no_sync(), or clear gradients before each backward");
-  }
 }
 
 // The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
@@ -383,7 +382,7 @@ std::vector<Facts> Reducer::exchange_facts(Where::Kind kind, std::vector<bool> l
   mine.step = steps_;
   mine.pass = passes_;
   mine.failed = failed;
-  mine.absent = absent_;
+  mine.absent = absence_.now();
   mine.newcomers = members_.newcomers_digest();
   mine.rules = buckets_.rules_digest();
   if (kind == Where::Kind::step) mine.settings = digest_of(settings);

@@ -4,7 +4,7 @@
 //   Members   who takes part         Traffic   what travels when
 //   Buckets   where gradients lie    Facts     what ranks agree on
 //   Summing   how they are summed    Changes   what users changed
-//                                    Weights   what a step's sums are divided by
+//   Absence   who ran out of inputs  Weights   what a step's sums are divided by
 //   OpenPass  the open pass, while there is one
 //
 // A pass opens with the first gradient of an outermost backward. A bucket is reduced when its last expected gradient has
@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "grad/absence.h"
 #include "grad/backward.h"
 #include "grad/buckets.h"
 #include "grad/changes.h"
@@ -54,9 +55,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // See Summing; for the passes that begin from now on.
   void use_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   void divide_by(int ranks);
-  // Whether this rank ran out of inputs: its backwards (of nothing) are there for the others', and it need not clear or
-  // keep gradients as they do.
-  void set_absent(bool absent);
+  // The backward of a rank that ran out of inputs, for the others'; its own gradients are none of theirs.
+  void sit_out();
 
   // Around a backward that counts whether or not it reaches a parameter.
   void begin_backward();
@@ -151,7 +151,6 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void laid_out();
   void admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late, bool failed);
   void adopt(const std::vector<Facts>& all);
-  void check_nothing_kept(const std::vector<Facts>& all) const;
   void check_used_alike(const Sink& sink, const std::vector<Facts>& all) const;
   void gradients_agreed();
   void rebuild(const OpenPass& pass);
@@ -170,13 +169,13 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Traffic traffic_;
   Changes changes_;
   Weights weights_;
+  Absence absence_;
   std::optional<OpenPass> pass_;
 
   mutable std::recursive_mutex mutex_;
   bool stopped_ = false;
   std::string broken_;  // why communication is over, if it is
   int no_sync_ = 0;
-  bool absent_ = false;
   bool divides_by_all_ = true;
   int64_t steps_ = 0;
   int64_t passes_ = 0;    // begun since the last step

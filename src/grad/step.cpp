@@ -21,7 +21,7 @@ void Reducer::settle_step() {
   // step() may be called on another stream than the backwards.
   buckets_.for_devices([this](c10::Device device) { callers_.join(device); });
   for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
-  changes_.look_at_gradients(sinks(), held_ || absent_);
+  changes_.look_at_gradients(sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
   buckets_.renew_kept();
   for (Sink& sink : members_.sinks()) sink.forget_contributions();

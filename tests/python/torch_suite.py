@@ -5,6 +5,8 @@ As a program: python torch_suite.py [PATTERN…] [--torch] prints the outcome of
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import re
 import sys
@@ -16,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 import plumb
 
 #: Which of them are about the wrapper.
 ABOUT = re.compile(
-    r"ddp|DistributedDataParallel|no_sync|join|sync_bn|SyncBatchNorm|verify_model|powerSGD|PowerSGD|stateless|unused_param|periodic_model_averager_param|post_localSGD",
+    r"ddp|grad_div|param_to_hook|DistributedDataParallel|no_sync|join|sync_bn|SyncBatchNorm|verify_model|powerSGD|PowerSGD|stateless|unused_param|periodic_model_averager_param|post_localSGD",
     re.I,
 )
 
@@ -30,6 +33,7 @@ def _class(ours: bool) -> Any:
     os.environ.setdefault("BACKEND", "gloo")
     os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp())
     os.environ.setdefault("INIT_METHOD", "env://")
+    os.environ.setdefault("WORLD_SIZE", "2")
     if ours:
         torch.nn.parallel.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
         torch.nn.parallel.distributed.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
@@ -43,6 +47,61 @@ def _class(ours: bool) -> Any:
             return "env://"
 
     return Suite
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Tests that ask for GPUs run where none is: whatever asks for a device gets the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        name = getattr(function, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if name == "to":
+            args = tuple(one for one in args if type(one) is not int and not isinstance(one, (torch.device, str)))
+            if len(args) == 1 and not kwargs:
+                return args[0]
+        if name == "is_cuda":
+            return True
+        return function(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        def moved(module: Any, *args: Any, **kwargs: Any) -> Any:
+            kept = [one for one in args if isinstance(one, torch.dtype)]
+            return plain_to(module, *kept, **{k: v for k, v in kwargs.items() if k == "dtype"}) if kept or kwargs else module
+
+        plain_to = torch.nn.Module.to
+        kind = torch.nn.parallel.DistributedDataParallel
+        self.undo: list[Any] = []
+
+        class WithoutDevices(kind):  # type: ignore[misc,valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args[:1], **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
+
+        from torch.testing._internal.distributed import distributed_test as suite
+
+        for owner, name, value in (
+            (torch.nn.Module, "to", moved),
+            (torch.nn.Module, "cuda", lambda module, device=None: module),
+            (torch.nn.parallel, "DistributedDataParallel", WithoutDevices),
+            (suite, "DistributedDataParallel", WithoutDevices),
+            (torch.cuda, "device_count", lambda: 2),
+            (torch.cuda, "set_device", lambda *args: None),
+            (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+            (torch.cuda, "device", lambda *args: contextlib.nullcontext()),
+            (torch.cuda, "current_device", lambda: "cpu"),
+            (torch.cuda, "is_available", lambda: False),
+        ):
+            self.undo.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        return super().__enter__()
+
+    def __exit__(self, *why: Any) -> None:
+        for owner, name, value in self.undo:
+            setattr(owner, name, value)
+        super().__exit__(*why)
 
 
 def names(ours: bool = True) -> list[str]:
@@ -64,11 +123,10 @@ def run(chosen: list[str], ours: bool = True) -> dict[str, str]:
         case = suite(name)
         case.rank, case.file_name, case.pid = rank, "", os.getpid()
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), OnTheCpu():
                 warnings.simplefilter("ignore")
-                method = getattr(suite, name)
-                # MultiProcessTestCase wraps each test so that the parent waits; what the ranks run is inside.
-                getattr(method, "__wrapped__", method)(case)
+                # MultiProcessTestCase wraps each test so that the parent waits, others to skip it: what ranks run is inside.
+                inspect.unwrap(getattr(suite, name))(case)
             outcome[name] = "passed"
         except unittest.SkipTest as skip:
             outcome[name] = f"skipped: {skip}"

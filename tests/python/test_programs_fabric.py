@@ -1,0 +1,103 @@
+"""Lightning Fabric's example loop under the strategy ``plumb``."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from together import Parameters, agrees, alone, by_ranks, parameters_of
+
+lightning = pytest.importorskip("lightning")
+import plumb.fabric  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 3)).double()
+
+
+class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(4, generator=torch.Generator().manual_seed(i)).double(), torch.tensor(i % 3)
+
+
+def example(strategy: object, devices: int) -> Parameters:
+    """Fabric's own example: setup, a loader with a distributed sampler, accumulation, clipping, a checkpoint."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(model, optimizer)
+    sampler_size = 8 // devices
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(Data(), batch_size=sampler_size))
+    for i, (x, y) in enumerate(loader):
+        accumulating = i % 2 == 0
+        with fabric.no_backward_sync(model, enabled=accumulating):
+            fabric.backward(nn.functional.cross_entropy(model(x), y) / 2)
+        if not accumulating:
+            fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    engine = fabric.strategy.engine_of(model) if isinstance(fabric.strategy, plumb.fabric.PlumbStrategy) else None
+    if engine is not None:
+        with engine.gathered(model.module):
+            return parameters_of(model.module)
+    return parameters_of(model.module)
+
+
+def of_strategy(row: str) -> Parameters:
+    if row in plumb.strategies():
+        return example(plumb.fabric.PlumbStrategy(row, units=[Block]) if row != "ddp" else plumb.fabric.PlumbStrategy(), 2)
+    return example(row, 2)
+
+
+@functools.cache
+def of_one() -> Parameters:
+    return alone(example, "auto", 1)
+
+
+@pytest.mark.parametrize("row", ["plumb", "ddp", "zero2", "zero3", "plumb_zero2"])
+def test_the_example_is_what_one_process_computes(row: str) -> None:
+    agrees(by_ranks(of_strategy, row), of_one(), parameters_of(make()), 1e-9)
+
+
+def saved_and_loaded(folder: str) -> tuple[float, str]:
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=plumb.fabric.PlumbStrategy("zero3", units=[Block]))
+    fabric.launch()
+    model, optimizer = make(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    fabric.save(f"{folder}/model.ckpt", {"model": model})
+    with torch.no_grad(), fabric.strategy.engine_of(model).gathered(model.module, write=True):
+        for parameter in model.module.parameters():
+            parameter.zero_()
+    fabric.load(f"{folder}/model.ckpt", {"model": model})
+    with fabric.strategy.engine_of(model).gathered(model.module):
+        far = max(float((a - b).abs().max().detach()) for a, b in zip(model.module.parameters(), make().parameters(), strict=True))
+    try:
+        fabric.save(f"{folder}/optimizer.ckpt", {"optimizer": optimizer})
+        said = ""
+    except plumb.Error as error:
+        said = str(error)
+    return far, said
+
+
+def test_checkpoints_hold_whole_parameters(tmp_path: object) -> None:
+    for far, said in by_ranks(saved_and_loaded, str(tmp_path)):
+        assert far == 0.0 and "save optimizer.state_dict() of each rank" in said
