@@ -7,15 +7,16 @@ state, gradients and parameters, as ``PlumbStrategy("zero3", units=[Block])`` do
 >>> fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=plumb.fabric.PlumbStrategy("ddp"))
 """
 
-# mypy: disable-error-code="misc,no-any-return,unused-ignore"
+# mypy: disable-error-code="misc,override,unused-ignore"
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any, ContextManager
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 from ._C import Error
@@ -89,7 +90,7 @@ class PlumbStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("plumb", cls, description="Plumb, as ddp", override=True)
         for row in ("zero1", "zero2", "zero3"):
-            strategy_registry.register(f"plumb_{row}", cls, description=f"Plumb, {row}", override=True, strategy=row)
+            strategy_registry.register(f"plumb_{row}", functools.partial(cls, row), description=f"Plumb, {row}", override=True)
 
 
 class _NoSync(_BackwardSyncControl):

@@ -27,7 +27,7 @@ def data() -> torch.utils.data.TensorDataset:
 
 
 def example(batch: int) -> tuple[Parameters, list[int], list[float]]:
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -44,8 +44,8 @@ def example(batch: int) -> tuple[Parameters, list[int], list[float]]:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step()
-                scheduler.step()
                 optimizer.zero_grad()
+        scheduler.step()
     model.eval()
     found: list[int] = []
     for x, y in test:
