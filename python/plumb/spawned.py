@@ -6,7 +6,7 @@ import runpy
 PROGRAM = "PLUMB_SPAWNED_PROGRAM"
 
 if __name__ == "__mp_main__":
-    from plumb.__main__ import rebind
+    from plumb.rebind import rebind
 
     rebind()
     globals().update(runpy.run_path(os.environ[PROGRAM], run_name="__mp_main__"))

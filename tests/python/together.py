@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import plumb
-from plumb.__main__ import rebind
+from plumb.rebind import rebind
 
 Parameters = dict[str, torch.Tensor]
 
