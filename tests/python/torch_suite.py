@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import plumb
+from plumb.rebind import rebind
+from plumb.world import leave
 
 #: Which of them are about the wrapper.
 ABOUT = re.compile(
@@ -35,8 +37,7 @@ def _class(ours: bool) -> Any:
     os.environ.setdefault("INIT_METHOD", "env://")
     os.environ.setdefault("WORLD_SIZE", "2")
     if ours:
-        torch.nn.parallel.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
-        torch.nn.parallel.distributed.DistributedDataParallel = plumb.DistributedDataParallel  # type: ignore[misc]
+        rebind()
     from torch.testing._internal.distributed import distributed_test as suite
 
     suite.Barrier.sync = classmethod(lambda cls, *args, **kwargs: dist.barrier())  # type: ignore[attr-defined]
@@ -76,17 +77,15 @@ class OnTheCpu(TorchFunctionMode):
         kind = torch.nn.parallel.DistributedDataParallel
         self.undo: list[Any] = []
 
-        class WithoutDevices(kind):  # type: ignore[misc,valid-type]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args[:1], **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
+        plain_init = kind.__init__
 
-        from torch.testing._internal.distributed import distributed_test as suite
+        def without_devices(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain_init(self, *args[:1], **{k: v for k, v in kwargs.items() if k not in ("device_ids", "output_device")})
 
         for owner, name, value in (
             (torch.nn.Module, "to", moved),
             (torch.nn.Module, "cuda", lambda module, device=None: module),
-            (torch.nn.parallel, "DistributedDataParallel", WithoutDevices),
-            (suite, "DistributedDataParallel", WithoutDevices),
+            (kind, "__init__", without_devices),
             (torch.cuda, "device_count", lambda: 2),
             (torch.cuda, "set_device", lambda *args: None),
             (torch.cuda, "synchronize", lambda *args, **kwargs: None),
@@ -122,6 +121,7 @@ def run(chosen: list[str], ours: bool = True) -> dict[str, str]:
         dist.init_process_group("gloo", store=dist.PrefixStore(f"test{number}", store), rank=rank, world_size=size)
         case = suite(name)
         case.rank, case.file_name, case.pid = rank, "", os.getpid()
+        torch.manual_seed(1234)
         try:
             with warnings.catch_warnings(), OnTheCpu():
                 warnings.simplefilter("ignore")
@@ -135,7 +135,7 @@ def run(chosen: list[str], ours: bool = True) -> dict[str, str]:
         except BaseException as error:  # noqa: BLE001
             outcome[name] = "".join(traceback.format_exception(error))
         dist.set_debug_level(dist.DebugLevel.OFF)
-        plumb.world.__globals__["leave"]()
+        leave()
         if dist.is_initialized():
             dist.destroy_process_group()
     return outcome
