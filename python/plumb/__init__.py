@@ -35,6 +35,7 @@ from .ddp import DistributedDataParallel
 from .engine import Engine
 from .launch import spawn
 from .optim import elementwise
+from . import nn
 from .units import unit
 from .world import world
 
@@ -52,6 +53,7 @@ __all__ = [
     "StepInfo",
     "World",
     "elementwise",
+    "nn",
     "spawn",
     "strategies",
     "unit",

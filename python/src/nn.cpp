@@ -28,10 +28,14 @@ class AttributeSink final : public FusedSink {
   GradTarget open() override {
     const py::gil_scoped_acquire gil;
     const py::object weight = object();
-    buffer_ = py::getattr(weight, "main_grad").cast<at::Tensor>();
+    const py::object main_grad = py::getattr(weight, "main_grad", py::none());
+    if (!THPVariable_Check(main_grad.ptr())) {
+      throw Error("main_grad of '" + name_ + "' is no tensor; expected a buffer for the weight's gradient");
+    }
+    buffer_ = THPVariable_Unpack(main_grad.ptr());
     lanes_.begin_all(buffer_.device());
-    const py::object overwrite = py::getattr(weight, "overwrite_main_grad", py::bool_(false));
-    return {buffer_, !overwrite.cast<bool>()};
+    const py::object overwrite = py::getattr(weight, "overwrite_main_grad", py::none());
+    return {buffer_, !(overwrite.ptr() == Py_True)};
   }
   void wrote() override { lanes_.end_all(buffer_.device()); }
 

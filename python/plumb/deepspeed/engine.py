@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,19 +15,41 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import optim
-from .._C import Error, LossScale, World
+from .._C import Error, World
 from ..engine import Engine
 from ..world import world as _world
-from . import optimizers, schedules, zero
+from . import build, zero
 from .config import Config, ConfigError
+from .methods import ANSWERS, GETTERS, NOT_HERE
 from .optimizer import DeepSpeedOptimizer
+from .state import State
 
 logger = logging.getLogger("plumb.deepspeed")
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+class NotHere(Error, AttributeError):
+    """A method of DeepSpeed's that this engine does not have."""
 
 
-class DeepSpeedEngine(nn.Module):
+class _Share(torch.autograd.Function):
+    """An output of the model for the caller, who may call ``backward()`` on what he makes of it: his gradients count as
+    those of ``engine.backward()``, once, although one output may be computed from another."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, engine: "DeepSpeedEngine") -> torch.Tensor:
+        ctx.engine = engine
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient if ctx.engine._in_backward else gradient * ctx.engine._share(), None
+
+
+def _share(output: torch.Tensor, engine: "DeepSpeedEngine") -> Any:
+    return _Share.apply(output, engine)  # type: ignore[no-untyped-call]
+
+
+class DeepSpeedEngine(State):
     """A model that trains as its config says. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
     ``engine.engine`` is the ``plumb.Engine`` behind it.
@@ -52,22 +75,23 @@ class DeepSpeedEngine(nn.Module):
         self._destroyed = False
         self._world = _world() if world is None else world
         try:
-            self.config = Config(config, self._world.size)
+            self._config = Config(config, self._world.size)
+            self.config: dict[str, Any] = self._config.given
             _check_mpu(mpu, self._world.size)
             self.module = model
             self.mpu, self.collate_fn, self.args = mpu, collate_fn, args
-            self._cast()
-            self.basic_optimizer = self._optimizer(optimizer, model_parameters)
-            self.lr_scheduler = self._scheduler(lr_scheduler, optimizer)
+            build.cast(model, self._config)
+            self.basic_optimizer = build.optimizer(model, self._config, optimizer, model_parameters)
+            self.lr_scheduler = build.scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
             self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-            options = self._options()
+            options = build.options(model, self._config, self.basic_optimizer is not None)
         except Exception as error:
             if self._world.size > 1:  # the others are waiting to build theirs
                 with contextlib.suppress(Exception):
                     self._world.refuse(str(error))
             raise
         self.engine = Engine(model, self.basic_optimizer, world=self._world, **options)
-        wraps = self.zero_optimization_stage() > 0 or self.config.half is not None
+        wraps = self.zero_optimization_stage() > 0 or self._config.half is not None
         self.optimizer: Any = self.basic_optimizer
         if self.basic_optimizer is not None and wraps:
             self.optimizer = DeepSpeedOptimizer(self, self.basic_optimizer)
@@ -82,121 +106,28 @@ class DeepSpeedEngine(nn.Module):
         zero.claim(self)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
-    # ---- how it is built
-
-    def _cast(self) -> None:
-        half, buffers = self.config.half, self.config["data_types.buffer_dtype"]
-        floats = (torch.float32, torch.float16, torch.bfloat16)
-        for parameter in self.module.parameters():
-            if half is not None and parameter.dtype in floats and parameter.dtype != half:
-                parameter.data = parameter.data.to(half)
-        for buffer in self.module.buffers():
-            if buffers is not None and buffer.dtype in floats:
-                buffer.data = buffer.data.to(buffers)
-        offload = any(self._offloads(what) for what in ("optimizer", "param"))
-        if offload and self.device.type != "cpu":
-            raise ConfigError(f"offloading to the CPU is not supported here for parameters on {self.device}")
-
-    def _offloads(self, what: str) -> bool:
-        old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
-        given = self.config[f"zero_optimization.offload_{what}"] or {}
-        return given.get("device") == "cpu" or bool(self.config[f"zero_optimization.{old}"])
-
-    def _optimizer(self, given: Any, parameters: Any) -> torch.optim.Optimizer | None:
-        wanted = [p for p in self.module.parameters() if p.requires_grad] if parameters is None else list(parameters)
-        kind = self.config["optimizer.type"]
-        if given is not None:
-            made = given if isinstance(given, torch.optim.Optimizer) else given(wanted) if callable(given) else None
-            if not isinstance(made, torch.optim.Optimizer):
-                raise ConfigError(
-                    f"the optimizer is a {type(given).__name__}; expected a torch.optim object, or a function of parameters that"
-                    " returns one"
-                )
-            return made
-        if kind is None:
-            return None
-        if not wanted:
-            raise ConfigError("the DeepSpeed config names an optimizer, and the model has no parameter that is trained")
-        return optimizers.build(kind, self.config["optimizer.params"] or {}, wanted)
-
-    def _scheduler(self, given: Any, client_optimizer: Any) -> Any:
-        kind = self.config["scheduler.type"]
-        if given is not None:
-            if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-                if not isinstance(client_optimizer, torch.optim.Optimizer):
-                    raise ConfigError(
-                        "the lr_scheduler is an object over an optimizer, and the optimizer is none: pass the optimizer that it is"
-                        " over, or a function of an optimizer"
-                    )
-                return given
-            return given(self.basic_optimizer) if not hasattr(given, "step") else given
-        if kind is None:
-            return None
-        if self.basic_optimizer is None:
-            raise ConfigError("the DeepSpeed config names a scheduler, and there is no optimizer")
-        return schedules.build(kind, self.config["scheduler.params"] or {}, self.basic_optimizer)
-
-    def _options(self) -> dict[str, Any]:
-        config, stage = self.config, self.config["zero_optimization.stage"]
-        options: dict[str, Any] = {"strategy": STRATEGIES[stage], "accumulate_dtype": config.sums}
-        if stage == 3:
-            units = zero.units_of(self.module, config)
-            if units:
-                options["units"] = units
-            else:
-                options["strategy"] = STRATEGIES[2]  # all of it is under the persistence threshold
-        if self.basic_optimizer is not None:
-            options["master_weights"] = config.half is not None
-        if config["gradient_clipping"] > 0:
-            options["clip_norm"] = config["gradient_clipping"]
-        if "zero_optimization.reduce_bucket_size" in config.was_given:
-            options["bucket_bytes"] = min(25 << 20, 4 * config["zero_optimization.reduce_bucket_size"])
-        if config["fp16.enabled"]:
-            fixed = config["fp16.loss_scale"]
-            options["loss_scale"] = (
-                LossScale(fixed, growth=1.0, minimum=fixed)
-                if fixed
-                else LossScale(
-                    2.0 ** config["fp16.initial_scale_power"],
-                    interval=config["fp16.loss_scale_window"],
-                    minimum=config["fp16.min_loss_scale"],
-                    hysteresis=config["fp16.hysteresis"],
-                    consecutive_hysteresis=config["fp16.consecutive_hysteresis"],
-                    delay=1,
-                )
-            )
-        elif config["bf16.enabled"] and config["bf16.check_grad_overflow"]:
-            options["loss_scale"] = LossScale(1.0, growth=1.0, minimum=1.0)  # only looks
-        return options
-
     # ---- a forward, a backward, a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        half = self.config.half
-        if half is not None and (self.config["fp16.auto_cast"] or self.config["bf16.auto_cast"]):
+        half = self._config.half
+        if half is not None and (self._config["fp16.auto_cast"] or self._config["bf16.auto_cast"]):
             cast = functools.partial(_map, lambda t: t.to(half) if t.is_floating_point() else t)
             inputs, kwargs = cast(inputs), cast(kwargs)
         with self._autocast():
             output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            _map(self._watch, output)
+        if torch.is_grad_enabled() and self._share() != 1.0:
+            output = _map(lambda tensor: _share(tensor, self) if tensor.requires_grad else tensor, output)
         return output
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.config["torch_autocast.enabled"]:
+        if not self._config["torch_autocast.enabled"]:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.config["torch_autocast.dtype"])
+        return torch.autocast(self.device.type, dtype=self._config["torch_autocast.dtype"])
 
-    def _watch(self, output: torch.Tensor) -> torch.Tensor:
-        """A backward that is not ours, ``loss.backward()``, is divided here, as ours divides the loss."""
-        if output.requires_grad and not output.is_leaf:
-            divide = lambda gradient: None if self._in_backward else gradient * self._share(True)  # noqa: E731
-            output.register_hook(divide)  # type: ignore[no-untyped-call]
-        return output
-
-    def _share(self, scale_wrt_gas: bool) -> float:
-        share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        return share * (self.world_size if self.config["gradient_allreduce_op"] == "sum" else 1)
+    def _share(self) -> float:
+        """What a loss counts."""
+        ranks = self.world_size if self._config["gradient_allreduce_op"] == "sum" else 1
+        return float(ranks / self.gradient_accumulation_steps())
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """``loss`` over the number of accumulation steps is one contribution; the mean over ranks is taken at the boundary."""
@@ -213,7 +144,7 @@ class DeepSpeedEngine(nn.Module):
         self._in_backward = True
         try:
             with self.engine.no_sync() if self._held else contextlib.nullcontext():
-                summed = scaled * self.world_size if self.config["gradient_allreduce_op"] == "sum" else scaled
+                summed = scaled * self.world_size if self._config["gradient_allreduce_op"] == "sum" else scaled
                 self.engine.backward(summed.reshape(()), retain_graph=retain_graph)
         finally:
             self._in_backward = False
@@ -242,18 +173,18 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        clips = self.config["gradient_clipping"] > 0
-        looks = self.config["zero_optimization.compute_grad_norm"] and not self._held and not clips
+        clips = self._config["gradient_clipping"] > 0
+        looks = self._config["zero_optimization.compute_grad_norm"] and not self._held and not clips
         norm = float(self.engine.grad_norm()) if looks else None
         info = self.engine.step()
         if info.grad_norm is not None:
             norm = float(info.grad_norm)
-        self._grad_norm = norm if self.config["zero_optimization.compute_grad_norm"] else None
+        self._grad_norm = norm if self._config["zero_optimization.compute_grad_norm"] else None
         self.zero_grad()
         self._step_applied = not info.skipped
         self.global_steps += 1
         samples = self.train_batch_size()
-        if not self.config["managed_gradient_accumulation"]:
+        if not self._config["managed_gradient_accumulation"]:
             samples = samples // self.gradient_accumulation_steps() * self._backwards
         self.global_samples += samples
         self._backwards = 0
@@ -261,7 +192,7 @@ class DeepSpeedEngine(nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        every = self.config["steps_per_print"]
+        every = self._config["steps_per_print"]
         if every and self.global_rank == 0 and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s", self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom()
@@ -277,12 +208,12 @@ class DeepSpeedEngine(nn.Module):
         """Whether this micro-batch is the last one of its step."""
         if self._boundary is not None:
             return self._boundary
-        if not self.config["managed_gradient_accumulation"]:
+        if not self._config["managed_gradient_accumulation"]:
             return self._in_step
         return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        if not self.config["managed_gradient_accumulation"]:
+        if not self._config["managed_gradient_accumulation"]:
             raise ConfigError(
                 "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; the caller owns"
                 " the boundary by calling step()"
@@ -363,12 +294,12 @@ class DeepSpeedEngine(nn.Module):
         part = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size <= 0 or train_batch_size % part != 0:
             raise ConfigError("Train batch size must be divisible by micro-batch data parallelism")
-        self.config.values["train_batch_size"] = train_batch_size
-        self.config.values["gradient_accumulation_steps"] = train_batch_size // part
+        self._config.values["train_batch_size"] = train_batch_size
+        self._config.values["gradient_accumulation_steps"] = train_batch_size // part
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        self.config.values["train_micro_batch_size_per_gpu"] = micro_batch_size
-        self.config.values["train_batch_size"] = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+        self._config.values["train_micro_batch_size_per_gpu"] = micro_batch_size
+        self._config.values["train_batch_size"] = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
 
     def deepspeed_io(
         self,
@@ -394,14 +325,10 @@ class DeepSpeedEngine(nn.Module):
             collate_fn=self.collate_fn if collate_fn is None else collate_fn,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and self.device.type == "cuda",
-            drop_last=self.config["dataloader_drop_last"],
+            drop_last=self._config["dataloader_drop_last"],
         )
 
     # ---- the world
-
-    @property
-    def device(self) -> torch.device:
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
     def world_size(self) -> int:
@@ -439,153 +366,63 @@ class DeepSpeedEngine(nn.Module):
 
     # ---- what was configured
 
+    def zero_cpu_offload(self) -> bool:
+        return build.offloads(self._config, "optimizer")
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self.zero_cpu_offload()
+
+    @staticmethod
+    def is_map_style_dataset(dataset: Any) -> bool:
+        return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(dataset: Any) -> bool:
+        return isinstance(dataset, torch.utils.data.IterableDataset)
+
     def optimizer_name(self) -> str | None:
         if self.basic_optimizer is None:
             return None
-        given: str | None = self.config["optimizer.type"]
+        given: str | None = self._config["optimizer.type"]
         return type(self.basic_optimizer).__name__ if self.client_optimizer is not None or given is None else given
 
     def zero_optimization(self) -> bool:
-        return bool(self.config["zero_optimization.stage"] > 0)
+        return bool(self._config["zero_optimization.stage"] > 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return bool(self.config["zero_optimization.stage"] >= 2)
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return bool(self.config["zero_optimization.stage"] >= 3)
+        return bool(self._config["zero_optimization.stage"] >= 2)
 
     def dynamic_loss_scale(self) -> bool:
-        return bool(self.config["fp16.loss_scale"] == 0)
+        return bool(self._config["fp16.loss_scale"] == 0)
 
     def initial_dynamic_scale(self) -> float:
-        return float(2 ** self.config["fp16.initial_scale_power"])
+        return float(2 ** self._config["fp16.initial_scale_power"])
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         return {
             "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self.config["fp16.loss_scale_window"],
-            "delayed_shift": self.config["fp16.hysteresis"],
-            "consecutive_hysteresis": self.config["fp16.consecutive_hysteresis"],
-            "min_scale": self.config["fp16.min_loss_scale"],
+            "scale_window": self._config["fp16.loss_scale_window"],
+            "delayed_shift": self._config["fp16.hysteresis"],
+            "consecutive_hysteresis": self._config["fp16.consecutive_hysteresis"],
+            "min_scale": self._config["fp16.min_loss_scale"],
         }
 
     def postscale_gradients(self) -> bool:
-        return not self.config["prescale_gradients"]
+        return not self._config["prescale_gradients"]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        model = self.config.half or torch.float32
-        return model, self.config.sums or model
+        model = self._config.half or torch.float32
+        return model, self._config.sums or model
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        return self.config.sums or torch.float32
-
-    # ---- state
-
-    def _whole(self, write: bool = False) -> contextlib.AbstractContextManager[Any]:
-        shards = self.zero_optimization_partition_weights() and not self._destroyed
-        return self.engine.gathered(self.module, write=write) if shards or write else contextlib.nullcontext()
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The module's, with whole parameters, whatever the stage. Every rank calls it."""
-        with self._whole():
-            state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-            if exclude_frozen_parameters:
-                for name, parameter in self.module.named_parameters():
-                    if not parameter.requires_grad:
-                        state.pop(prefix + name, None)
-            if self.zero_optimization_partition_weights() and not keep_vars:
-                for name, value in state.items():
-                    state[name] = value.detach().clone() if torch.is_tensor(value) else value
-        return dict(state)
-
-    def load_module_state_dict(
-        self,
-        state_dict: Any,
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-    ) -> None:
-        """Into whole parameters; rank 0's values are everybody's."""
-        with self._whole(write=True):
-            if custom_load_fn is not None:
-                custom_load_fn(src=state_dict, dst=self.module)
-            else:
-                self.module.load_state_dict(state_dict, strict=strict)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whole():
-            state = super().state_dict(*args, **kwargs)
-            if self.zero_optimization_partition_weights() and not kwargs.get("keep_vars", False):
-                for name, value in state.items():
-                    state[name] = value.detach().clone() if torch.is_tensor(value) else value
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        with self._whole(write=True):
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """The whole model in one file, written by rank 0. False where stage 3 was not told to gather it."""
-        gathers = (
-            self.config["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
-            or self.config["zero_optimization.stage3_gather_fp16_weights_on_model_save"]
-        )
-        if self.zero_optimization_partition_weights() and not gathers:
-            logger.warning(
-                "did not save the model %s because 'stage3_gather_16bit_weights_on_model_save' is false", save_filename
-            )
-            return False
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if self.global_rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(state, os.path.join(save_dir, save_filename))
-        if self.world_size > 1:
-            self._world.barrier()
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        raise ConfigError("save_checkpoint is not supported yet; use module_state_dict() and optimizer.state_dict() on each rank")
-
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **_: Any) -> tuple[str | None, Any]:
-        raise ConfigError("load_checkpoint is not supported yet; use load_module_state_dict() and optimizer.load_state_dict()")
-
-    def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """On the CPU everything is there already."""
-        if self.device.type != "cpu":
-            raise ConfigError(f"offload_states is not supported for parameters on {self.device}")
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        self.offload_states()
+        return self._config.sums or torch.float32
 
     # ---- the rest of its life
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """Compiles the module; under stage 3 each unit, whose parameters are gathered around it."""
-        for module in zero.units_of(self.module, self.config) if self.zero_optimization_partition_weights() else [self.module]:
+        for module in zero.units_of(self.module, self._config) if self.zero_optimization_partition_weights() else [self.module]:
             module.compile(backend=backend, **(compile_kwargs or {}))
 
     @property
@@ -619,85 +456,31 @@ class DeepSpeedEngine(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
+            if name in NOT_HERE:
+                raise NotHere(f"'{name}' of DeepSpeed's engine is not supported: {NOT_HERE[name]}") from None
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
-
-
-#: DeepSpeedEngine's methods that only say what was configured.
-GETTERS = {
-    "train_batch_size": "train_batch_size",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "gradient_clipping": "gradient_clipping",
-    "gradient_predivide_factor": "gradient_predivide_factor",
-    "steps_per_print": "steps_per_print",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "memory_breakdown": "memory_breakdown",
-    "dump_state": "dump_state",
-    "log_level": "log_level",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "optimizer_params": "optimizer.params",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
-    "fp16_enabled": "fp16.enabled",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "bfloat16_enabled": "bf16.enabled",
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
-    "loss_scale": "fp16.loss_scale",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_dtype": "torch_autocast.dtype",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
-    "zero_offload_param": "zero_optimization.offload_param",
-    "zero_sub_group_size": "zero_optimization.sub_group_size",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
-    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
-    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
-    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
-    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
-    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
-    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
-    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
-    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
-    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
-    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
-    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
-    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
-}
 
 
 def _getter(name: str, key: str) -> Callable[[DeepSpeedEngine], Any]:
     def get(self: DeepSpeedEngine) -> Any:
-        return self.config[key]
+        return self._config[key]
 
     get.__name__, get.__doc__ = name, f"``{key}`` of the config."
     return get
 
 
+def _answer(name: str, value: Any) -> Callable[[DeepSpeedEngine], Any]:
+    def get(self: DeepSpeedEngine) -> Any:
+        return value
+
+    get.__name__, get.__doc__ = name, f"{value!r}: what it asks about is not here."
+    return get
+
+
 for _name, _key in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter(_name, _key))
+for _name, _value in ANSWERS.items():
+    setattr(DeepSpeedEngine, _name, _answer(_name, _value))
 
 
 def initialize(
@@ -779,8 +562,10 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if torch.is_tensor(value):
         return fn(value)
     if isinstance(value, dict):
-        made = {key: _map(fn, one) for key, one in value.items()}
-        return made if type(value) is dict else value
+        made = copy.copy(value)
+        for key, one in value.items():
+            made[key] = _map(fn, one)
+        return made
     if isinstance(value, (list, tuple)):
         parts = [_map(fn, one) for one in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -17,7 +17,7 @@ class LossScaleConfig:
     """What became of the loss scale, under the names that DeepSpeed's optimizers have for it."""
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
-        config = engine.config
+        config = engine._config
         self._engine = engine
         self.use_grad_scaling: bool = config["fp16.enabled"]
         self.dynamic_loss_scale: bool = self.use_grad_scaling and config["fp16.loss_scale"] == 0
@@ -80,7 +80,7 @@ class DeepSpeedOptimizer:
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        return self._engine.config.half or torch.float32
+        return self._engine._config.half or torch.float32
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -60,9 +60,12 @@ def _master(param: torch.Tensor) -> torch.Tensor | None:
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     owner, master = _owner(param), _master(param)
+    shown = owner.engine.full_parameter(param)
     if master is None:
-        return owner.engine.full_parameter(param).float()
-    return owner.engine._engine.assemble(param, master)
+        return shown.float()
+    whole = owner.engine._engine.assemble(param, master)
+    # The parameter is the truth: a master that does not round to it any more follows it at the next step.
+    return torch.where(whole.to(shown.dtype) == shown, whole, shown.float())
 
 
 @torch.no_grad()
@@ -76,12 +79,10 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part, flat."""
-    master = _master(param)
-    if master is not None:
-        return master.clone()
+    """This rank's part, flat. Every rank calls it."""
+    whole = safe_get_full_fp32_param(param)
     begin, end = _range(param)
-    return _flat(param, _owner(param).engine.full_parameter(param))[begin:end].float()
+    return None if whole is None else _flat(param, whole)[begin:end].clone()
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:

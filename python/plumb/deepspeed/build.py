@@ -1,0 +1,114 @@
+"""From a config to what ``plumb.Engine`` is built with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._C import LossScale
+from . import optimizers, schedules, zero
+from .config import Config, ConfigError
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def offloads(config: Config, what: str) -> bool:
+    """``what``: optimizer or param."""
+    old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
+    given = config[f"zero_optimization.offload_{what}"] or {}
+    return given.get("device") == "cpu" or bool(config[f"zero_optimization.{old}"])
+
+
+def cast(module: nn.Module, config: Config) -> None:
+    """Parameters and buffers become what the config says. Parameters keep their identity."""
+    half, buffers = config.half, config["data_types.buffer_dtype"]
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu" and (offloads(config, "optimizer") or offloads(config, "param")):
+            raise ConfigError(f"offloading to the CPU is not supported here, and '{name}' is on {parameter.device}")
+        if half is not None and parameter.dtype in floats and parameter.dtype != half:
+            parameter.data = parameter.data.to(half)
+    for buffer in module.buffers():
+        if buffers is not None and buffer.dtype in floats:
+            buffer.data = buffer.data.to(buffers)
+
+
+def optimizer(module: nn.Module, config: Config, given: Any, parameters: Any) -> torch.optim.Optimizer | None:
+    """The user's, or what his function returns, or what the config names."""
+    wanted = [p for p in module.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    kind = config["optimizer.type"]
+    if given is not None:
+        made = given if isinstance(given, torch.optim.Optimizer) else given(wanted) if callable(given) else None
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                f"the optimizer is a {type(given).__name__}; expected a torch.optim object, or a function of parameters that"
+                " returns one"
+            )
+        return made
+    if kind is None:
+        return None
+    if not wanted:
+        raise ConfigError("the DeepSpeed config names an optimizer, and the model has no parameter that is trained")
+    return optimizers.build(kind, config["optimizer.params"] or {}, wanted)
+
+
+def scheduler(config: Config, given: Any, over: torch.optim.Optimizer | None, client_optimizer: Any) -> Any:
+    """The user's, or what his function returns, or what the config names."""
+    kind = config["scheduler.type"]
+    if given is not None:
+        if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+            if not isinstance(client_optimizer, torch.optim.Optimizer):
+                raise ConfigError(
+                    "the lr_scheduler is an object over an optimizer, and the optimizer is none: pass the optimizer that it is"
+                    " over, or a function of an optimizer"
+                )
+            return given
+        return given if hasattr(given, "step") else given(over)
+    if kind is None:
+        return None
+    if over is None:
+        raise ConfigError("the DeepSpeed config names a scheduler, and there is no optimizer")
+    return schedules.build(kind, config["scheduler.params"] or {}, over)
+
+
+def loss_scale(config: Config) -> LossScale | None:
+    if config["fp16.enabled"]:
+        fixed = config["fp16.loss_scale"]
+        if fixed:
+            return LossScale(fixed, growth=1.0, minimum=fixed)
+        return LossScale(
+            2.0 ** config["fp16.initial_scale_power"],
+            interval=config["fp16.loss_scale_window"],
+            minimum=config["fp16.min_loss_scale"],
+            hysteresis=config["fp16.hysteresis"],
+            consecutive_hysteresis=config["fp16.consecutive_hysteresis"],
+            delay=1,
+        )
+    if config["bf16.enabled"] and config["bf16.check_grad_overflow"]:
+        return LossScale(1.0, growth=1.0, minimum=1.0)  # only looks
+    return None
+
+
+def options(module: nn.Module, config: Config, has_optimizer: bool) -> dict[str, Any]:
+    """Keyword arguments of ``plumb.Engine``."""
+    stage = config["zero_optimization.stage"]
+    result: dict[str, Any] = {
+        "strategy": STRATEGIES[stage],
+        "accumulate_dtype": config.sums,
+        "loss_scale": loss_scale(config),
+    }
+    if stage == 3:
+        units = zero.units_of(module, config)
+        if units:
+            result["units"] = units
+        else:
+            result["strategy"] = STRATEGIES[2]  # all of it is under the persistence threshold
+    if has_optimizer:
+        result["master_weights"] = config.half is not None
+    if config["gradient_clipping"] > 0:
+        result["clip_norm"] = config["gradient_clipping"]
+    if "zero_optimization.reduce_bucket_size" in config.was_given:
+        result["bucket_bytes"] = min(25 << 20, 4 * config["zero_optimization.reduce_bucket_size"])
+    return result

@@ -1,0 +1,510 @@
+"""DeepSpeed's face: its configs train as one process would, its words mean what they mean there, its keys are known."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+import plumb.deepspeed as deepspeed
+from plumb.deepspeed import schedules, utils
+from plumb.deepspeed.config import Config
+
+HIDDEN = 12
+
+
+class Simple(nn.Module):
+    """As the models of DeepSpeed's own tests: a list of layers, and the loss inside."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
+        self.head = nn.Linear(HIDDEN, 5, bias=False)
+        self.spare = nn.Linear(HIDDEN, HIDDEN)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for linear in self.linears:
+            x = torch.tanh(linear(x))
+        return self.loss(self.head(x).float(), y)
+
+
+def make(dtype: torch.dtype = torch.float32) -> Simple:
+    torch.manual_seed(5)
+    return Simple().to(dtype)
+
+
+def batch(rank: int, i: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + i)
+    return torch.randn(2, HIDDEN, generator=generator).to(dtype), torch.randint(0, 5, (2,), generator=generator)
+
+
+def config_of(stage: int = 0, gas: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": gas,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99], "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def one_process(dtype: torch.dtype, gas: int, clip: float, steps: int, size: int, rates: list[float]) -> list[torch.Tensor]:
+    """Masters in f32, gradients summed in f32, losses of f16 multiplied by 128."""
+    model = make(dtype)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1)
+    scale = 128.0 if dtype == torch.float16 else 1.0
+    for step in range(steps):
+        for master in masters:
+            master.grad = None
+        for i in range(step * gas, (step + 1) * gas):
+            for rank in range(size):
+                model.zero_grad()
+                (model(*batch(rank, i, dtype)) / gas * scale).backward()
+                for p, master in zip(model.parameters(), masters, strict=True):
+                    if p.grad is not None:
+                        share = p.grad.float() / size / scale
+                        master.grad = share if master.grad is None else master.grad + share
+        if clip:
+            torch.nn.utils.clip_grad_norm_(masters, clip)
+        optimizer.param_groups[0]["lr"] = rates[step]
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+    return [p.detach().float() for p in model.parameters()]
+
+
+def far(engine: Any, twins: list[torch.Tensor]) -> float:
+    parameters = list(engine.module.parameters())
+    values = [engine.engine.full_parameter(p).float() for p in parameters]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(values, twins, strict=True))
+
+
+STEPS = 3
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002, "warmup_num_steps": 3, "warmup_type": "linear"}}
+KINDS = {
+    "fp32": (torch.float32, {}, 1e-5),
+    "bf16": (torch.bfloat16, {"bf16": {"enabled": True}}, 5e-3),
+    "fp16": (torch.float16, {"fp16": {"enabled": True, "loss_scale": 128}}, 1e-3),
+}
+
+
+def trains(stage: int) -> dict[str, float]:
+    result = {}
+    for kind, (dtype, section, _) in KINDS.items():
+        for gas, clip, schedule in ((1, 0.0, None), (2, 0.05, WARMUP), (3, 1.0, None)):
+            more = {"gradient_clipping": clip, **section, **({"scheduler": schedule} if schedule else {})}
+            engine, _, _, _ = deepspeed.initialize(model=make(), config=config_of(stage, gas, **more))
+            rates = []
+            for i in range(STEPS * gas):
+                rates.append(engine.get_lr()[0])
+                engine.backward(engine(*batch(engine.global_rank, i, dtype)))
+                engine.step()
+            assert engine.global_steps == STEPS and engine.micro_steps == STEPS * gas
+            twins = one_process(dtype, gas, clip, STEPS, engine.world_size, rates[::gas])
+            result[f"{kind} {gas} {clip}"] = far(engine, twins)
+            assert far(engine, [p.detach().float() for p in make(dtype).parameters()]) > 1e-3
+            engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_trains_as_one_process_would(stage: int) -> None:
+    for by_case in plumb.spawn(trains, 2, (stage,)):
+        assert {case: one for case, one in by_case.items() if one > KINDS[case.split()[0]][2]} == {}
+
+
+# ---- the meaning of its words
+
+
+def engine_of(**more: Any) -> Any:
+    return deepspeed.initialize(model=make(), config=config_of(**more))[0]
+
+
+def test_steps_are_counted_as_deepspeed_counts_them() -> None:
+    engine = engine_of(gas=2)
+    seen = []
+    for i in range(4):
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.backward(engine(*batch(0, i)))
+        engine.step()
+        seen.append((boundary, engine.was_step_applied(), engine.micro_steps, engine.global_steps, engine.global_samples))
+    assert seen == [(False, False, 1, 0, 0), (True, True, 2, 1, 4), (False, False, 3, 1, 4), (True, True, 4, 2, 8)]
+    assert all(p.grad is None for p in engine.module.parameters())
+    engine.set_train_batch_size(2)
+    assert engine.gradient_accumulation_steps() == 1 and engine.is_gradient_accumulation_boundary()
+    with pytest.raises(ValueError, match="divisible"):
+        engine.set_train_batch_size(3)
+    engine.set_train_micro_batch_size(6)
+    assert engine.train_batch_size() == 6
+
+
+def test_the_boundary_may_be_the_callers() -> None:
+    engine, twin = engine_of(gas=3), make()
+    engine.set_gradient_accumulation_boundary(False)
+    for i in range(2):
+        engine.backward(engine(*batch(0, i)))
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(*batch(0, 2)))
+    engine.step()
+    assert engine.global_steps == 1 and engine.was_step_applied()
+    unmanaged = engine_of(gas=3, managed_gradient_accumulation=False)
+    for i in range(3):
+        unmanaged.backward(unmanaged(*batch(0, i)))
+    unmanaged.step()
+    assert unmanaged.global_samples == 6
+    for a, b, c in zip(engine.module.parameters(), unmanaged.module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c) or a.shape == twin.spare.weight.shape or a.shape == twin.spare.bias.shape
+
+
+def test_a_backward_of_the_users_own_is_divided_as_ours_is() -> None:
+    ours, theirs, scaled = (engine_of(gas=2) for _ in range(3))
+    assert float(ours.backward(ours(*batch(0, 0)))) == pytest.approx(float(theirs(*batch(0, 0))) / 2)
+    theirs(*batch(0, 0)).backward()
+    scaled.scale(scaled(*batch(0, 0))).backward()
+    for a, b, c in zip(*(one.module.parameters() for one in (ours, theirs, scaled)), strict=True):
+        assert (a.grad is None) == (b.grad is None) == (c.grad is None)
+        assert a.grad is None or (torch.allclose(a.grad, b.grad) and torch.allclose(a.grad, c.grad))
+    whole = engine_of(gas=2)
+    whole.backward(whole(*batch(0, 0)), scale_wrt_gas=False)
+    assert torch.allclose(whole.module.head.weight.grad, 2 * ours.module.head.weight.grad)
+
+
+def test_errors_are_those_that_deepspeed_asserts() -> None:
+    with pytest.raises(AssertionError, match="incompatible with gradient partitioning"), engine_of(stage=2).no_sync():
+        pass
+    engine = engine_of()
+    with engine.no_sync():
+        with pytest.raises(AssertionError, match="illegal to call Engine.step"):
+            engine.step()
+        with pytest.raises(plumb.Error, match="reentry"), engine.no_sync():
+            pass
+    with pytest.raises(AssertionError, match="scalar"):
+        engine.backward(torch.ones(3, requires_grad=True))
+    bare = deepspeed.initialize(model=make(), config={"train_batch_size": 2})[0]
+    assert float(bare(*batch(0, 0))) > 0
+    for call in (lambda: bare.backward(bare(*batch(0, 0))), bare.step):
+        with pytest.raises(AssertionError, match="must provide optimizer during init"):
+            call()
+    engine.destroy()
+    with pytest.raises(plumb.Error, match="destroyed"):
+        engine.step()
+    with pytest.raises(plumb.Error, match="torch.utils.flop_counter"):
+        engine.flops_profiler_top_modules()
+    assert not hasattr(engine, "flops_profiler_top_modules")
+
+
+def stepped_with(engine: Any, values: list[float]) -> list[float]:
+    scales = []
+    for value in values:
+        for p in engine.module.parameters():
+            p.grad = torch.full_like(p, value)
+        engine.step()
+        scales.append(engine.optimizer.loss_scale_config.cur_scale)
+    return scales
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_loss_scale_moves_as_deepspeeds_does(stage: int) -> None:
+    inf, nan = float("inf"), float("nan")
+
+    def of(**fp16: Any) -> Any:
+        return engine_of(stage=stage, fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, **fp16})
+
+    assert stepped_with(of(), [0.1] * 6) == [256, 256, 512, 512, 1024, 1024]
+    assert stepped_with(of(hysteresis=1), [inf, nan, 0.1, 0.1, 0.1, inf]) == [128, 64, 64, 64, 128, 64]
+    assert stepped_with(of(hysteresis=2), [inf, inf, inf]) == [256, 128, 64]
+    assert stepped_with(of(hysteresis=2, consecutive_hysteresis=True), [inf, 0.1, inf, 0.1]) == [256] * 4
+    engine = of(hysteresis=1, min_loss_scale=128)
+    before = copy.deepcopy(engine.module.state_dict())
+    assert stepped_with(engine, [inf]) == [128]
+    assert engine.skipped_steps == 1 and engine.optimizer.overflow and not engine.was_step_applied()
+    assert all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+    if stage == 0:
+        assert stepped_with(engine, [nan]) == [128]
+    else:
+        with pytest.raises(plumb.Error, match="already at minimum"):
+            stepped_with(engine, [nan])
+    assert engine.optimizer.cur_iter == 2
+    fixed = engine_of(stage=stage, fp16={"enabled": True, "loss_scale": 32})
+    assert stepped_with(fixed, [0.1, inf, 0.1]) == [32, 32, 32] and fixed.skipped_steps == 1
+
+
+def test_bf16_skips_a_step_that_is_not_finite_unless_told_otherwise() -> None:
+    engine = engine_of(bf16={"enabled": True})
+    stepped_with(engine, [float("nan"), 0.1])
+    assert engine.skipped_steps == 1 and engine.global_steps == 2
+    assert all(torch.isfinite(p).all() for p in engine.module.parameters())
+    careless = engine_of(bf16={"enabled": True, "check_grad_overflow": False})
+    stepped_with(careless, [float("nan")])
+    assert careless.skipped_steps == 0 and not torch.isfinite(careless.module.head.weight).all()
+
+
+SCHEDULES: dict[str, Any] = {  # what DeepSpeed 0.19's give, over AdamW with lr 0.02
+    "WarmupLR": ({"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4}, [0.001, 0.001, 0.0055, 0.008132331, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01], None),
+    "WarmupLR linear": ({"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01], None),
+    "WarmupDecayLR": ({"total_num_steps": 8, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, [0.0, 0.0, 0.006309298, 0.01, 0.01, 0.008, 0.006, 0.004, 0.002, 0.0], None),
+    "WarmupCosineLR": ({"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3, "cos_min_ratio": 0.01}, [0.0, 0.002, 0.013356736, 0.02, 0.018109268, 0.013159268, 0.007040732, 0.002090732, 0.0002, 0.0002], None),
+    "OneCycle": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3, "cycle_second_step_size": 2, "decay_lr_rate": 0.5, "decay_step_size": 1, "decay_mom_rate": 0.1}, [0.001, 0.004, 0.007, 0.01, 0.0055, 0.001, 0.000666667, 0.0005, 0.0004, 0.000333333], [0.8, 0.866666667, 0.833333333, 0.8, 0.85, 0.9, 0.99, 1.08, 1.17, 1.26]),
+    "OneCycle stairs": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4, "cycle_first_stair_count": 2}, [0.001, 0.001, 0.0055, 0.0055, 0.01, 0.0055, 0.0055, 0.001, 0.001, 0.001], [0.8, 0.9, 0.85, 0.85, 0.8, 0.85, 0.85, 0.9, 0.9, 0.9]),
+    "LRRangeTest": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2.0}, [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01], None),
+    "LRRangeTest stairs": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004, 0.005, 0.005], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_deepspeeds(name: str) -> None:
+    params, rates, momenta = SCHEDULES[name]
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
+    schedule = schedules.build(name.split()[0], params, optimizer)
+    seen, moved = [], []
+    for i in range(10):
+        seen.append(optimizer.param_groups[0]["lr"])
+        moved.append(optimizer.param_groups[0]["betas"][0])
+        schedule.step()
+        if i == 4:
+            again = schedules.build(name.split()[0], params, torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02))
+            again.load_state_dict(schedule.state_dict())
+            assert again.last_batch_iteration == schedule.last_batch_iteration
+    assert seen == pytest.approx(rates, abs=1e-8)
+    assert momenta is None or moved == pytest.approx(momenta, abs=1e-8)
+
+
+def test_arguments_are_taken_as_deepspeed_takes_them(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}))
+    parser = deepspeed.add_config_arguments(__import__("argparse").ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    data = [batch(0, i) for i in range(8)]
+    engine, optimizer, loader, schedule = deepspeed.initialize(args=args, model=make(), training_data=data)
+    assert isinstance(optimizer, torch.optim.SGD) and engine.get_mom() == [0.9] and schedule is None
+    assert len(loader) == 2 and next(iter(loader))[0].shape[0] == 4
+    mine = torch.optim.Adam(engine.module.parameters())
+    engine.destroy()
+    engine, optimizer, _, schedule = deepspeed.initialize(
+        model=engine.module, optimizer=mine, config=str(file), lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 0.5)
+    )
+    assert optimizer is mine and isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    with pytest.raises(AssertionError, match="both|Not sure"):
+        deepspeed.initialize(args=args, model=make(), config={"train_batch_size": 4})
+    with pytest.raises(AssertionError, match="over an optimizer"):
+        deepspeed.initialize(model=make(), config=str(file), lr_scheduler=schedule)
+    with pytest.raises(AssertionError):
+        deepspeed.initialize(config=str(file))
+
+
+def sums_and_holds(op: str) -> list[float]:
+    engine = engine_of(stage=0, gas=1, gradient_clipping=0.0, gradient_allreduce_op=op)
+    with engine.no_sync():
+        engine.backward(engine(*batch(engine.global_rank, 0)))
+    engine.backward(engine(*batch(engine.global_rank, 1)))
+    twin = make()
+    for rank in range(2):
+        for i in range(2):
+            (twin(*batch(rank, i)) / (1 if op == "sum" else 2)).backward()
+    return [float((engine.module.head.weight.grad - twin.head.weight.grad).abs().max())]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_gradients_are_the_mean_or_the_sum_over_ranks(op: str) -> None:
+    assert max(one for each in plumb.spawn(sums_and_holds, 2, (op,)) for one in each) < 1e-6
+
+
+# ---- whole things, wherever their parts lie
+
+
+def safe(stage: int) -> dict[str, float]:
+    engine = engine_of(stage=stage, gradient_clipping=0.0, bf16={"enabled": True})
+    rank, wrong = engine.global_rank, {}
+    twin = make(torch.bfloat16)
+    engine.backward(engine(*batch(rank, 0, torch.bfloat16)))
+    expected = []
+    for r in range(2):
+        twin.zero_grad()
+        twin(*batch(r, 0, torch.bfloat16)).backward()
+        expected.append(twin.head.weight.grad.float() / 2)
+    head = engine.module.head.weight
+    wrong["grad"] = float((utils.safe_get_full_grad(head) - sum(expected)).abs().max())
+    utils.safe_set_full_grad(head, torch.full((5, HIDDEN), 0.25))
+    wrong["set grad"] = float((utils.safe_get_full_grad(head) - 0.25).abs().max())
+    local = utils.safe_get_local_grad(head)
+    utils.safe_set_local_grad(head, local * 2)
+    wrong["local grad"] = float((utils.safe_get_full_grad(head) - 0.5).abs().max())
+    engine.step()
+    first = utils.safe_get_full_fp32_param(head)
+    wrong["param"] = float((first.bfloat16() != engine.module_state_dict()["head.weight"]).sum())
+    assert first.dtype == torch.float32 and first.shape == (5, HIDDEN)
+    wrong["state"] = float((utils.safe_get_full_optimizer_state(head, "exp_avg") - 0.5 * 0.2).abs().max())
+    utils.safe_set_full_optimizer_state(head, torch.zeros(5, HIDDEN), "exp_avg")
+    wrong["set state"] = float(utils.safe_get_full_optimizer_state(head, "exp_avg").abs().max())
+    value = torch.linspace(-1, 1, 5 * HIDDEN).view(5, HIDDEN)  # not of bf16
+    utils.safe_set_full_fp32_param(head, value)
+    wrong["set param"] = float((utils.safe_get_full_fp32_param(head) - value).abs().max())
+    utils.safe_set_local_fp32_param(head, utils.safe_get_local_fp32_param(head) * 2)
+    wrong["local param"] = float((utils.safe_get_full_fp32_param(head) - 2 * value).abs().max())
+    with deepspeed.zero.GatheredParameters([head], modifier_rank=1):
+        assert head.shape == (5, HIDDEN)
+        if rank == 1:
+            with torch.no_grad():
+                head.fill_(3.0)
+    wrong["gathered"] = float((utils.safe_get_full_fp32_param(head) - 3).abs().max())
+    engine.backward(engine(*batch(rank, 1, torch.bfloat16)))
+    engine.step()
+    wrong["stepped"] = 0.0 if float((utils.safe_get_full_fp32_param(head) - 3).abs().max()) < 0.1 else 1.0
+    state = engine.module_state_dict()
+    engine.load_module_state_dict({name: torch.zeros_like(one) for name, one in state.items()})
+    wrong["loaded"] = max(float(one.abs().max()) for one in engine.module_state_dict().values())
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_parameters_gradients_and_state_are_read_and_written(stage: int) -> None:
+    for wrong in plumb.spawn(safe, 2, (stage,)):
+        assert {what: one for what, one in wrong.items() if one > 1e-2 * (what == "grad") + 1e-6} == {}
+
+
+def saves(folder: str) -> bool:
+    kept = engine_of(stage=3).save_16bit_model(folder, "none.bin")
+    config = config_of(stage=3, bf16={"enabled": True})
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    model = make()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = make()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.engine.gathered_bytes == 0 and engine.state_dict()["module.head.weight"].shape == (5, HIDDEN)
+    return not kept and engine.save_16bit_model(folder)
+
+
+def test_the_model_is_saved_whole(tmp_path: pathlib.Path) -> None:
+    assert plumb.spawn(saves, 2, (str(tmp_path),)) == [True, True]
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    assert not (tmp_path / "none.bin").exists()
+    for name, value in make().state_dict().items():
+        assert torch.equal(saved[name], value.bfloat16()), name
+
+
+# ---- configs
+
+
+def refused(config: Any, match: str, size: int = 2) -> None:
+    with pytest.raises(plumb.Error, match=match):
+        Config(config, size)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
+    refused({"train_batch_size": 4, "gradient_cliping": 1.0}, "'gradient_cliping'.*'gradient_clipping'")
+    refused({"train_batch_size": 4, "zero_optimization": {"stge": 1}}, "'zero_optimization.stge'.*'zero_optimization.stage'")
+    refused({"train_batch_size": 4, "fp16": {"loss_scal": 1}}, "'fp16.loss_scal'.*'fp16.loss_scale'")
+    refused({"train_batch_size": 4, "zero_optimization": {"zero_quantized_weights": True}}, "not supported: weights travel")
+    refused({"train_batch_size": 4, "tensorboard": {"enabled": True}}, "'tensorboard'.*not supported")
+    refused({"train_batch_size": 4, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme.*not supported")
+    for kind, near in (("Adamm", "Adam"), ("OneBitAdam", "not supported")):
+        with pytest.raises(plumb.Error, match=near):
+            deepspeed.initialize(model=make(), config={"train_batch_size": 2, "optimizer": {"type": kind}})
+    with pytest.raises(plumb.Error, match="nearest one is 'WarmupLR'"):
+        engine_of(scheduler={"type": "WarmpLR", "params": {}})
+    with pytest.raises(plumb.Error, match="total_num_steps"):
+        engine_of(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}})
+    with pytest.raises(plumb.Error, match="gradient_clipping"):
+        engine_of(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})
+
+
+def test_values_of_the_wrong_kind_are_named() -> None:
+    refused({"train_batch_size": "four"}, "'train_batch_size' is 'four'.*whole number")
+    refused({"train_batch_size": 4, "fp16": {"enabled": "yes"}}, "'fp16.enabled'.*true or false")
+    refused({"train_batch_size": 4, "zero_optimization": {"stage": 4}}, "stage' is 4")
+    refused({"train_batch_size": 4, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "simultaneously")
+    refused({"train_batch_size": 4, "communication_data_type": "fp8"}, "fp32, fp16 or bf16")
+    refused([1], "dictionary or the path")
+    refused("/nowhere/at/all.json", "cannot be read")
+    assert Config({"train_batch_size": 4.0, "zero_optimization": {"reduce_bucket_size": 5e8}}, 2)["train_batch_size"] == 4
+
+
+def test_a_file_with_a_key_twice_is_refused(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "twice.json"
+    file.write_text('{"train_batch_size": 4, "train_batch_size": 8}')
+    refused(str(file), "'train_batch_size' twice")
+    file.write_text("{")
+    refused(str(file), "no JSON")
+
+
+BATCHES = [  # train, micro, accumulation -> what becomes of them on two ranks; None: refused
+    ((32, 16, 1), (32, 16, 1)), ((32, 8, 2), (32, 8, 2)), ((33, 17, 2), None), ((32, 18, 1), None),
+    ((32, 16, None), (32, 16, 1)), ((32, 4, None), (32, 4, 4)), ((32, None, 2), (32, 8, 2)), ((32, None, None), (32, 16, 1)),
+    ((None, 16, None), (32, 16, 1)), ((None, 4, 3), (24, 4, 3)), ((None, None, 2), None), ((0, None, None), None),
+    ((None, 0, 1), None), ((2, None, 2), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "wanted"), BATCHES)
+def test_three_numbers_of_the_batch_agree(given: tuple[Any, ...], wanted: tuple[Any, ...] | None) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = dict(zip(names, given, strict=True))
+    if wanted is None:
+        with pytest.raises(AssertionError):
+            Config(config, 2)
+    else:
+        parsed = Config({**config, "optimizer": {"type": "auto", "params": "auto"}}, 2)
+        assert tuple(parsed[name] for name in names) == wanted
+
+
+def wrong_on_one_rank() -> str:
+    rank = plumb.world().rank
+    config = config_of(stage=1)
+    if rank == 1:
+        config["zero_optimization"]["stagee"] = 1
+    try:
+        deepspeed.initialize(model=make(), config=config)
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_config_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    assert all("stagee" in said for said in plumb.spawn(wrong_on_one_rank, 2))
+
+
+def test_units_are_blocks_and_leaf_modules() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(3))
+            self.embed = nn.Embedding(10, 8)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+            self.attention = nn.MultiheadAttention(8, 2)
+
+    def names(**zero: Any) -> list[str]:
+        model = Deep()
+        config = Config({"train_batch_size": 2, "zero_optimization": {"stage": 3, **zero}}, 1)
+        units = {id(unit) for unit in deepspeed.zero.units_of(model, config)}
+        return [name for name, module in model.named_modules() if id(module) in units]
+
+    small = {"stage3_param_persistence_threshold": 0}
+    assert names(**small) == ["embed", "blocks.0", "blocks.1", "attention"]
+    assert names(stage3_param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]
+    assert names(**small, leaf_module={"names": ["blocks"]}) == ["embed", "blocks", "attention"]
+    assert names() == []
+
+
+def test_the_list_of_deepspeeds_names_is_that_of_the_installed_one() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    from compatibility.deepspeed import NAMES, installed_names
+
+    found = installed_names()
+    assert NAMES["arguments"] == found["arguments"]
+    assert NAMES["methods"] == found["methods"]
+    assert set(found["keys"]) - set(NAMES["keys"]) == set()
+    known = {key.split(".")[-1] for key in NAMES["keys"]} | {"load_universal", "use_node_local_storage", "pipeline_stage"}
+    assert set(found["constants"]) - known == set()  # beside keys of `checkpoint`, which is read as a whole
