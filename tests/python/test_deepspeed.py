@@ -319,6 +319,45 @@ def test_gradients_are_the_mean_or_the_sum_over_ranks(op: str) -> None:
     assert max(one for each in plumb.spawn(sums_and_holds, 2, (op,)) for one in each) < 1e-6
 
 
+def test_parameters_that_nobody_uses_are_an_error_where_stage_2_is_told_so() -> None:
+    for ignore in (True, False):
+        config = config_of(stage=2)
+        config["zero_optimization"]["ignore_unused_parameters"] = ignore
+        engine = deepspeed.initialize(model=make(), config=config)[0]
+        engine.backward(engine(*batch(0, 0)))
+        if ignore:
+            engine.step()
+        else:
+            with pytest.raises(AssertionError, match="'spare.weight' has no gradient"):
+                engine.step()
+
+
+class Two(nn.Module):
+    """Returns its loss and what it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize("use", ["loss", "y", "both"])
+def test_a_backward_through_several_outputs_is_divided_once(use: str) -> None:
+    def loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
+        return {"loss": output["loss"], "y": output["y"].sum(), "both": output["loss"] + output["y"].sum()}[use]
+
+    torch.manual_seed(2)
+    model = Two()
+    twin = copy.deepcopy(model)
+    engine = deepspeed.initialize(model=model, config=config_of(gas=4))[0]
+    loss_of(engine(batch(0, 0)[0])).backward()
+    (loss_of(twin(batch(0, 0)[0])) / 4).backward()
+    assert torch.allclose(model.layer.weight.grad, twin.layer.weight.grad)
+
+
 # ---- whole things, wherever their parts lie
 
 
@@ -333,6 +372,20 @@ def safe(stage: int) -> dict[str, float]:
         twin(*batch(r, 0, torch.bfloat16)).backward()
         expected.append(twin.head.weight.grad.float() / 2)
     head = engine.module.head.weight
+    if stage < 2:
+        engine.zero_grad()
+        with engine.no_sync():
+            engine.backward(engine(*batch(rank, 0, torch.bfloat16)))
+            own = twin(*batch(rank, 0, torch.bfloat16))
+            twin.zero_grad()
+            own.backward()
+            wrong["held"] = float((utils.safe_get_full_grad(head) - twin.head.weight.grad).abs().max())
+        engine.zero_grad()
+        engine.backward(engine(*batch(rank, 0, torch.bfloat16)))
+    frozen = engine.module.spare.bias.requires_grad_(False)
+    assert utils.safe_get_full_fp32_param(frozen) is None and utils.safe_get_full_grad(frozen) is None
+    frozen.requires_grad_(True)
+    assert utils.safe_get_full_grad(head).dtype == torch.bfloat16  # as the config says, although sums are f32
     wrong["grad"] = float((utils.safe_get_full_grad(head) - sum(expected)).abs().max())
     utils.safe_set_full_grad(head, torch.full((5, HIDDEN), 0.25))
     wrong["set grad"] = float((utils.safe_get_full_grad(head) - 0.25).abs().max())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import utils, zero
+from . import comm, ops, utils, zero
 from .config import Config as DeepSpeedConfig
 from .config import ConfigError as DeepSpeedConfigError
 from .engine import DeepSpeedEngine, init_distributed, initialize
@@ -36,8 +36,10 @@ __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
     "add_config_arguments",
+    "comm",
     "init_distributed",
     "initialize",
+    "ops",
     "utils",
     "zero",
 ]

@@ -164,7 +164,7 @@ TABLE: tuple[Section, ...] = (
             _nothing("stage3_module_granularity_threshold", "int", 0, "units are blocks already"),
             _nothing("stage3_use_all_reduce_for_fetch_params", "bool", False, "units are gathered in place"),
             _nothing("stage3_allgather_sequential", "bool", False, "units are gathered in place"),
-            _nothing("ignore_unused_parameters", "bool", True, "unused parameters need no flag"),
+            Key("ignore_unused_parameters", "bool", True, WORKS, "false, in stage 2: a parameter that no rank used is an error"),
             _nothing("legacy_stage1", "bool", False, "one stage 1"),
             _nothing("round_robin_gradients", "bool", False, "no copies between host and device"),
             _nothing("parameter_alignment", "bool", False, "parameters are aligned, always"),

@@ -176,6 +176,7 @@ class DeepSpeedEngine(State):
         clips = self._config["gradient_clipping"] > 0
         looks = self._config["zero_optimization.compute_grad_norm"] and not self._held and not clips
         norm = float(self.engine.grad_norm()) if looks else None
+        self._check_unused()
         info = self.engine.step()
         if info.grad_norm is not None:
             norm = float(info.grad_norm)
@@ -200,6 +201,16 @@ class DeepSpeedEngine(State):
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.overflow = info.skipped
             self.optimizer.loss_scale_config.stepped(info)
+
+    def _check_unused(self) -> None:
+        if self._config["zero_optimization.ignore_unused_parameters"] or self.zero_optimization_stage() != 2:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise ConfigError(
+                    f"'{name}' has no gradient on any rank, and 'zero_optimization.ignore_unused_parameters' is false: use it, freeze"
+                    " it, or leave that key out"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_grad()
@@ -412,7 +423,7 @@ class DeepSpeedEngine(State):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         model = self._config.half or torch.float32
-        return model, self._config.sums or model
+        return model, self._config["data_types.grad_accum_dtype"] or model
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -83,6 +83,10 @@ class DeepSpeedOptimizer:
         return self._engine._config.half or torch.float32
 
     @property
+    def _global_grad_norm(self) -> float | None:
+        return self._engine.get_global_grad_norm()
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 

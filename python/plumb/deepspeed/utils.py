@@ -59,6 +59,9 @@ def _master(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """None for a parameter that is not trained, as from all of these."""
+    if not param.requires_grad:
+        return None
     owner, master = _owner(param), _master(param)
     shown = owner.engine.full_parameter(param)
     if master is None:
@@ -95,8 +98,16 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Reduced; with the loss scale in it, as ``step()`` will find it."""
-    return _owner(param).engine.full_gradient(param)
+    """With the loss scale in it, as ``step()`` will find it; reduced, unless the backwards were in ``no_sync``."""
+    gradient, owner = param.grad, _owner(param)
+    if owner.zero_optimization_partition_gradients():
+        gradient = owner.engine.full_gradient(param)
+    return None if gradient is None else _shown(owner, gradient.detach())
+
+
+def _shown(owner: "DeepSpeedEngine", gradient: torch.Tensor) -> torch.Tensor:
+    """A copy in the dtype that the config says gradients are summed in, which may be narrower than that of the sums."""
+    return gradient.to(owner.get_data_types()[1], copy=True)
 
 
 @torch.no_grad()
@@ -117,8 +128,9 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     if gradient.shape == param.shape:
         begin, end = _range(param)
-        return _flat(param, gradient.detach())[begin:end]
-    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach()).reshape(-1)
+        return _shown(_owner(param), _flat(param, gradient.detach())[begin:end])
+    mine = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())
+    return _shown(_owner(param), mine.reshape(-1))
 
 
 @torch.no_grad()
@@ -160,8 +172,8 @@ def _state(param: torch.Tensor, key: str) -> torch.Tensor | None:
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     owner = _owner(param)
     leaf = owner.leaf_of(param)
-    mine = _state(param, optim_state_key)
-    if leaf is None:
+    mine = _state(param, optim_state_key) if param.requires_grad else None
+    if leaf is None or not param.requires_grad:
         return None if mine is None else mine.clone()
     begin, end = _range(param)
     if mine is None:  # another rank's alone, or nobody's yet

@@ -1,0 +1,5 @@
+"""``deepspeed.ops.lamb``."""
+
+from ..optimizers import Lamb as FusedLamb
+
+__all__ = ["FusedLamb"]
