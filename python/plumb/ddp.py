@@ -168,6 +168,10 @@ class DistributedDataParallel(_Torchs):
         with self._inside_ddp_forward():
             return torch.func.functional_call(self.module, low, inputs, kwargs)
 
+    @contextlib.contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        yield  # torch would cut compiled graphs at its reducer's buckets; gradients are delivered inside of whole ones
+
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()

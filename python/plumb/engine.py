@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, optim, units as _units
+from . import _C, compiled, optim, units as _units
 from ._C import Error, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
 from .world import remember
 from .world import world as _world
@@ -147,6 +147,7 @@ class Engine:
                 with contextlib.suppress(Exception):
                     self.world.refuse(str(error))
             raise
+        compiled.watch()
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
         self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
         remember(self)

@@ -4,16 +4,21 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "bind.h"
+#include "engine/outputs.h"
 
 namespace plumb::python {
 namespace {
 
+using torch::autograd::PyNode;
 using torch::autograd::SavedVariableHooks;
 
 // ---- announcing
@@ -193,11 +198,31 @@ class PythonHost final : public backward::Host {
   }
 };
 
+// The function's object: a field up to torch 2.12, asked for from 2.13.
+PyObject* object_of(const auto& node) {
+  if constexpr (requires { node.pyobj(); }) {
+    return node.pyobj();
+  } else {
+    return node.obj;
+  }
+}
+
+// A node of a function that was written in Python: its outputs are those of the arguments that were tensors.
+int64_t output_for(const torch::autograd::Node& node, int64_t argument) {
+  // torch keeps the type's own description to itself.
+  if (std::string_view(typeid(node).name()) != "N5torch8autograd6PyNodeE") return argument;
+  const auto* function = reinterpret_cast<const THPFunction*>(object_of(static_cast<const PyNode&>(node)));
+  const std::vector<bool>& tensors = function->is_variable_input;
+  if (argument >= static_cast<int64_t>(tensors.size()) || !tensors[static_cast<size_t>(argument)]) return -1;
+  return std::count(tensors.begin(), tensors.begin() + argument, true);
+}
+
 }  // namespace
 
 void announce_backwards() {
   static PythonHost host;
   backward::use_host(host);
+  find_outputs_with(&output_for);
 }
 
 }  // namespace plumb::python

@@ -3,8 +3,12 @@
 
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
+#include <algorithm>
+
 #include "bind.h"
 #include "engine/impl.h"
+#include "engine/outputs.h"
+#include "grad/piece.h"
 #include "unit/units.h"
 
 namespace plumb::python {
@@ -208,6 +212,7 @@ void bind_options(py::module_& module) {
 
 void bind_engine(py::module_& module) {
   bind_options(module);
+  module.def("is_piece", [](const at::Tensor& tensor) { return piece_of(tensor) != nullptr; }, "tensor"_a);
   const auto done = [](auto& self, const py::object&, const py::object&, const py::object&) { self.exit(); };
   py::class_<NoSyncObject>(module, "NoSync")
       .def("__enter__", [](NoSyncObject& self) { self.enter(); })
@@ -222,6 +227,10 @@ void bind_engine(py::module_& module) {
       .def("__enter__", [](GatheredObject& self) { self.enter(); })
       .def("__exit__",
            [](GatheredObject& self, const py::object& type, const py::object&, const py::object&) { self.exit(type); });
+  module.def("output_counts", [] {
+    const OutputCounts counts = output_counts();
+    return std::pair(counts.handed_over, counts.handed_back);
+  });
   using Self = EngineObject;
   py::class_<Self>(module, "Engine")
       .def(py::init(&build), "world"_a, "parameters"_a, "buffers"_a, "units"_a, "optimizer"_a, "options"_a)
@@ -292,6 +301,16 @@ void bind_engine(py::module_& module) {
       .def(
           "assemble", [](Self& self, const at::Tensor& p, const at::Tensor& mine) { return assemble(*self, p, mine); },
           "parameter"_a, "mine"_a, no_gil())
+      .def_property_readonly("gathers",
+                             [](Self& self) {
+                               auto& impl = (*self).impl();
+                               return impl.units ? impl.units->gathers() : int64_t{0};
+                             })
+      .def_property_readonly("reductions",
+                             [](Self& self) {  // buckets whose reduction has begun in this pass, and all
+                               const auto& buckets = (*self).impl().reducer->buckets();
+                               return std::pair(std::ranges::count_if(buckets, &Bucket::launched), buckets.size());
+                             })
       .def_property_readonly("gathered_bytes",
                              [](Self& self) {
                                auto& impl = (*self).impl();

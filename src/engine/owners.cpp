@@ -23,6 +23,12 @@ void Owners::release(const Engine::Impl* owner) {
   std::erase_if(entries_, [&](const auto& entry) { return entry.second.owner == owner; });
 }
 
+Engine::Impl* Owners::of_leaf(const at::Tensor& parameter) {
+  std::lock_guard lock(mutex_);
+  const auto it = entries_.find(parameter.unsafeGetTensorImpl());
+  return it == entries_.end() ? nullptr : it->second.owner;
+}
+
 Engine::Impl* Owners::of(const at::Tensor& parameter, at::Tensor* own) {
   std::lock_guard lock(mutex_);
   if (const auto it = entries_.find(parameter.unsafeGetTensorImpl()); it != entries_.end()) {

@@ -16,6 +16,9 @@ class Owners {
   // The engine that has this parameter, or one that shares its memory as a compiled graph's inputs do; null: none.
   Engine::Impl* of(const at::Tensor& parameter, at::Tensor* own);
 
+  // The engine that has exactly this leaf; null: none.
+  Engine::Impl* of_leaf(const at::Tensor& parameter);
+
   static Owners& all();
 
  private:

@@ -64,6 +64,15 @@ void Reducer::check_nothing_put_off() const {
 
 // ---- 3
 
+bool Reducer::hand_over(const at::Tensor& parameter, const torch::autograd::Node& accumulator, const at::Tensor& raw) {
+  Lock lock(mutex_);
+  if (stopped_ || !parameter.requires_grad()) return false;
+  const Sink* sink = members_.find(parameter);
+  if (sink == nullptr || !members_.alone(*sink, accumulator)) return false;
+  deliver(parameter, raw);
+  return true;
+}
+
 void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
   Lock lock(mutex_);
   check_alive();
@@ -89,11 +98,14 @@ void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
   if (gradient.defined()) {
     if (mine.defined()) {
       mine.add_(gradient);
-    } else {
-      mine = gradient.is_same(raw) ? gradient.clone() : gradient;  // the caller may use its memory again
+    } else if (!gradient.is_same(raw)) {
+      mine = gradient;
+    } else if (!summing_->place(*sink, gradient)) {
+      mine = gradient.clone();  // the caller may use its memory again
     }
   }
-  after_accumulation(*sink, gradient);
+  accumulated(*sink, gradient);
+  ++sink->raw;
 }
 
 void Reducer::end_pass() {

@@ -29,6 +29,15 @@ InPlace::~InPlace() = default;
 
 void InPlace::use_hook(std::unique_ptr<c10d::CommHookInterface> hook) { hook_ = std::move(hook); }
 
+bool InPlace::place(Sink& sink, const at::Tensor& gradient) {
+  buckets_.make_gradient(buckets_.of(sink), Buckets::Blank::padding);
+  if (sink.view_is_wider() || gradient.scalar_type() != sink.view.scalar_type() || gradient.layout() != at::kStrided)
+    return false;
+  sink.view.copy_(gradient);
+  sink.grad() = sink.shown;
+  return true;
+}
+
 void InPlace::accumulated(Sink& sink) {
   buckets_.make_gradient(buckets_.of(sink), Buckets::Blank::padding);
   settle(sink, 1.0);

@@ -19,6 +19,7 @@ class InPlace final : public Summing {
     return wish == Wish::reduce ? OpenPass::Sync::reduced : OpenPass::Sync::held;
   }
   at::Tensor accept(const OpenPass&, Sink&, const at::Tensor& gradient) override { return gradient; }
+  bool place(Sink& sink, const at::Tensor& gradient) override;
   void accumulated(Sink& sink) override;
   GradTarget open_fused(const OpenPass* pass, Sink& sink) override;
   void wrote_fused(const OpenPass* pass, Sink& sink) override;

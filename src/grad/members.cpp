@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <utility>
 
 #include "layout/digest.h"
@@ -57,11 +58,30 @@ void Members::hook(Sink& sink) {
   if (frozen) sink.parameter.set_requires_grad(true);
   listen_to(sink, torch::autograd::impl::grad_accumulator(sink.parameter));
   // Hooks of the parameter itself stay when its accumulator is replaced, and run first.
-  sink.parameter.register_hook([weak = entrances_, target = &sink](const at::Tensor&) {
-    if (auto alive = weak.lock()) alive->accumulator_changed(*target);
-  });
+  torch::autograd::impl::add_hook(
+      sink.parameter, std::make_unique<PreHook>([weak = entrances_, target = &sink](const at::Tensor& gradient) {
+        if (auto alive = weak.lock()) alive->accumulator_changed(*target);
+        return gradient;
+      }));
   if (frozen) sink.parameter.set_requires_grad(false);
   offer_fused(sink);
+}
+
+Members::~Members() {
+  for (const Sink& sink : sinks_) {
+    if (!sink.accumulator) continue;
+    std::erase_if(torch::autograd::impl::hooks(sink.parameter),
+                  [](const auto& hook) { return dynamic_cast<const PreHook*>(hook.get()) != nullptr; });
+  }
+}
+
+bool Members::alone(const Sink& sink, const torch::autograd::Node& accumulator) const {
+  if (&accumulator != sink.accumulator.get() || accumulator.pre_hooks().size() != 1 ||
+      accumulator.post_hooks().size() != 1 || torch::autograd::impl::post_acc_grad_hooks(sink.parameter)) {
+    return false;
+  }
+  const auto& hooks = torch::autograd::impl::hooks(sink.parameter);
+  return hooks.size() == 1 && dynamic_cast<const PreHook*>(hooks[0].get()) != nullptr;
 }
 
 void Members::follow_accumulator(Sink& sink) {

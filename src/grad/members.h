@@ -36,6 +36,10 @@ class Members {
   // `unit_of`: by parameter, the unit that gathers it; -1 for one that is always whole.
   Members(int rank, NamedTensors candidates, std::vector<int> unit_of, std::optional<at::ScalarType> accumulate);
 
+  ~Members();
+  Members(const Members&) = delete;
+  Members& operator=(const Members&) = delete;
+
   // Hooks call these from now on, for as long as they live.
   void report_to(std::weak_ptr<Entrances> entrances) { entrances_ = std::move(entrances); }
 
@@ -53,6 +57,9 @@ class Members {
   // A parameter that was given other memory (torch::load) or another dtype for a while has a new accumulator, which knows
   // nothing of us.
   void follow_accumulator(Sink& sink);
+
+  // Whether nobody but us listens to what comes to this leaf through `accumulator`.
+  bool alone(const Sink& sink, const torch::autograd::Node& accumulator) const;
 
   const std::vector<std::string>& names() const { return names_; }  // by sink
   // Null while it has never required a gradient. An Error if it is no parameter of this engine.

@@ -8,6 +8,8 @@
 #include <functional>
 #include <utility>
 
+#include "plumb/error.h"
+
 namespace plumb {
 
 // shared_ptr up to 2.12, intrusive_ptr from 2.13.
@@ -22,11 +24,20 @@ inline void accumulate_on_current(const NodePtr& node, const at::Tensor& leaf) {
   node->add_input_metadata(leaf);
 }
 
+// Compiled autograd would take a backward apart and run it without the hooks that C++ put there.
+[[noreturn]] inline void refuse_compiled_autograd() {
+  throw Error(
+      "compiled autograd cannot run the hooks that carry gradients to the other ranks; train without it "
+      "(torch._dynamo.config.compiled_autograd = False): torch.compile() of the model, whose backward is compiled "
+      "too, and overlapped with communication, needs none");
+}
+
 // Before a leaf accumulates: sees the gradient, and passes on the one it returns.
 struct PreHook final : torch::autograd::FunctionPreHook {
   using Call = std::function<at::Tensor(const at::Tensor& gradient)>;
   explicit PreHook(Call call) : call(std::move(call)) {}
   variable_list operator()(const variable_list& gradients) override { return {call(gradients[0])}; }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   Call call;
 };
 
@@ -38,6 +49,7 @@ struct PostHook final : torch::autograd::FunctionPostHook {
     call(inputs[0]);
     return outputs;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   Call call;
 };
 

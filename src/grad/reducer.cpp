@@ -134,6 +134,16 @@ void Reducer::join_pass(Sink& sink, bool contributes) {
 void Reducer::after_accumulation(Sink& sink, const at::Tensor& gradient) {
   Lock lock(mutex_);
   if (stopped_ || !pass_ || !sink.parameter.requires_grad()) return;
+  // What was delivered is counted: its backward has nothing left for the accumulator.
+  if (!gradient.defined() && sink.raw > 0) {
+    Bucket& bucket = buckets_.of(sink);
+    bucket.lanes.end_part(bucket.device(), sink.index);
+    return;
+  }
+  accumulated(sink, gradient);
+}
+
+void Reducer::accumulated(Sink& sink, const at::Tensor& gradient) {
   if (gradient.defined()) {
     ledger_.delivered(sink.index);
     if (!sink.grad().defined()) {

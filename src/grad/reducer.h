@@ -72,6 +72,9 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // backward it belongs to that pass; otherwise to one that end_pass() closes.
   void deliver(const at::Tensor& parameter, const at::Tensor& raw);
   void end_pass();
+  // The same from inside the backward of a node whose output would go to `accumulator`. False: it must go there, since
+  // others than us listen to that leaf, or nobody does.
+  bool hand_over(const at::Tensor& parameter, const torch::autograd::Node& accumulator, const at::Tensor& raw);
 
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
@@ -131,6 +134,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // A pass.
   OpenPass& open_pass();
   void join_pass(Sink& sink, bool contributes);
+  void accumulated(Sink& sink, const at::Tensor& gradient);
   void count_arrival(Sink& sink);
   void count_down(Sink& sink);
   void launch_ready();

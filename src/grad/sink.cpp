@@ -51,7 +51,7 @@ bool Sink::grad_is_piece() const { return grad().dim() == parameter.dim() + 1 ||
 
 void Sink::open_pass() {
   expected = std::max(1, deliveries);
-  deliveries = unsettled = 0;
+  deliveries = unsettled = raw = 0;
   unscaled = false;
   forget_contributions();
 }

@@ -40,6 +40,7 @@ struct Sink {
 
   // What this pass has brought.
   int deliveries = 0;        // gradients handed over
+  int raw = 0;               // of those, past autograd, whose accumulator then has nothing more to bring
   int expected = 1;          // as many as in the last pass
   bool complete = false;     // all of those came, and all that was put off: its bucket waits for it no longer
   int unsettled = 0;         // of those, not yet in the bucket

@@ -40,7 +40,10 @@ class Summing {
 
   // A gradient comes from autograd. What is returned is accumulated into .grad; undefined where it was collected.
   virtual at::Tensor accept(const OpenPass& pass, Sink& sink, const at::Tensor& gradient) = 0;
-  // It was, and would lose by the next one that is added to it.
+  // The first gradient of a .grad lies in memory of somebody else's: copies it to where it is reduced. False: there is no such
+  // place, or it must keep its dtype.
+  virtual bool place(Sink& /*sink*/, const at::Tensor& /*gradient*/) { return false; }
+  // It was accumulated, and would lose by the next one that is added to it.
   virtual void accumulated(Sink& sink) = 0;
   // An operation writes a gradient itself. Between two passes there is none, and it stays here until the next reduction.
   virtual GradTarget open_fused(const OpenPass* pass, Sink& sink) = 0;

@@ -41,6 +41,7 @@ struct Units::ReaderHook final : torch::autograd::FunctionPostHook {
     if (auto alive = units.lock()) alive->left(*home, node);
     return outputs;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   std::weak_ptr<Units> units;
   Home* home;
   const void* node;

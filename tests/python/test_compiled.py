@@ -1,0 +1,367 @@
+"""``torch.compile`` under an engine: the corpus through compiled models, with gradients delivered inside of their backwards,
+against one process in eager; and what only a compiled model does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import plumb
+from plumb import compiled
+from programs import ROWS, UNITS
+from stage import STEP, WIDTH, ZERO, Block, Net, Play, distance, make, reference, trained
+
+import torch._dynamo.backends.common  # noqa: E402  (once, before ranks are forked)
+import torch._functorch.aot_autograd  # noqa: E402
+import torch._inductor.compile_fx  # noqa: E402
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="plumb-compiled-"))  # the ranks' own, together
+torch._inductor.config.compile_threads = 1
+torch._dynamo.config.recompile_limit = 64
+torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+PATTERNS = {**ROWS, **UNITS}
+REFUSED = {"double backward": "double backward"}  # by torch.compile itself, wherever the whole model is one graph
+AOT_EAGER = compiled.aot_eager_backend
+
+
+def engine_for(model: torch.nn.Module, strategy: str, world: plumb.World, **options: Any) -> plumb.Engine:
+    return plumb.Engine(
+        model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], world=world, bucket_bytes=4096,
+        first_bucket_bytes=1024, **options,
+    )
+
+
+def compare(
+    program: Callable[[Play], Iterator[Any]],
+    strategy: str,
+    world: plumb.World,
+    compiles: Callable[[torch.nn.Module], torch.nn.Module],
+    model: Callable[[], torch.nn.Module] = make,
+    before: bool = False,
+) -> float:
+    """How far a compiled model is from one process in eager. ``before``: compiled before its engine is built."""
+    mine, twin = model(), model()
+    seen = compiles(mine) if before else None
+    with engine_for(mine, strategy, world) as engine:
+        trained(seen if seen is not None else compiles(mine), program, engine)
+        reference(twin, program, world.size, torch.optim.SGD(twin.parameters(), lr=0.1))
+        assert engine.gathered_bytes == 0, "parameters are still gathered"
+        assert distance(engine, mine, copy.deepcopy(model())) > 1e-6, "the program trained nothing"
+        return distance(engine, mine, twin)
+
+
+# ---- the corpus
+
+
+def corpus(strategy: str) -> dict[str, float | str]:
+    torch._functorch.config.donated_buffer = False  # or torch refuses to walk a graph twice
+    world = plumb.World.join(backend="shm", timeout=60)
+    outcome: dict[str, float | str] = {}
+    whole = functools.partial(torch.compile, backend=AOT_EAGER)
+    for number, (name, program) in enumerate(PATTERNS.items()):
+        try:
+            outcome[name] = compare(program, strategy, world, whole, before=number % 2 == 0)
+        except RuntimeError as error:
+            outcome[name] = str(error)
+            if name not in REFUSED:
+                break  # the ranks may be out of step from here on
+    outcome["deliveries"] = float(compiled.counts().delivered)
+    return outcome
+
+
+@functools.cache
+def outcome(strategy: str) -> list[dict[str, float | str]]:
+    return plumb.spawn(corpus, 2, (strategy,), timeout=500)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_corpus_compiled_is_what_one_process_computes_in_eager(strategy: str) -> None:
+    for rank, by_name in enumerate(outcome(strategy)):
+        for name in PATTERNS:
+            result = by_name.get(name, "an earlier one failed")
+            if isinstance(result, str) and name in REFUSED and strategy != "zero3":
+                assert REFUSED[name] in result
+            else:
+                assert isinstance(result, float) and result <= 1e-10, f"rank {rank}, {name}: {result}"
+        assert by_name["deliveries"] >= 6, "gradients were not delivered inside of compiled backwards"
+
+
+# ---- what only compiled models do
+
+
+def shapes_that_change(play: Play) -> Iterator[Any]:
+    for i, rows in enumerate((4, 6, 9, 5)):
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 * play.rank + i)).double()
+        play.backward(play.model(x).pow(2).mean())
+        yield STEP
+        yield ZERO
+
+
+def unused_outputs(play: Play) -> Iterator[Any]:
+    for i in range(2):
+        out = play.model(play.data(i))
+        play.backward(out[:, : WIDTH // 2].pow(2).mean())
+        play.model(play.data(i + 1))  # whose graph nobody walks
+        yield STEP
+        yield ZERO
+
+
+def two_producers(play: Play) -> Iterator[Any]:
+    """One weight's gradient comes from two compiled graphs and an eager operation."""
+    for i in range(3):
+        once, twice = play.model(play.data(i)), play.model(play.data(i + 7))
+        play.backward(once.pow(2).mean() + twice.pow(3).mean() + play.model.last.weight.pow(2).sum())
+        yield STEP
+        yield ZERO
+
+
+def differentiated_by_hand(play: Play) -> Iterator[Any]:
+    """autograd.grad gets the gradients, and leaves .grad alone; a backward after it is a backward."""
+    wanted = [play.model.last.weight, play.model.first.bias]
+    gradients = torch.autograd.grad(play.loss(0), wanted)
+    assert play.engine is None or all(one.grad is None for one in wanted)
+    play.backward(play.loss(1) * sum(float(one.abs().mean()) for one in gradients))
+    yield STEP
+
+
+def hooks_of_the_user(play: Play) -> Iterator[Any]:
+    """A hook sees the sum of what a backward brings, once, and what it returns counts."""
+    seen: list[int] = []
+    limit = 1e-2 * play.share
+    for i in range(2):
+        handle = play.model.last.weight.register_hook(lambda g: (seen.append(1), g.clamp(-limit, limit))[1])
+        play.backward(play.model(play.data(i)).pow(2).mean() + play.model(play.data(i + 3)).pow(2).mean())
+        handle.remove()
+        yield STEP
+        yield ZERO
+    assert len(seen) == 2, seen
+    late = play.model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(2))
+    play.backward(play.loss(5))
+    late.remove()
+    assert seen == [1, 1, 2], seen
+    yield STEP
+
+
+def kept_graph_of_gradients(play: Play) -> Iterator[Any]:
+    """create_graph is legal as long as nobody differentiates again; then it is torch's own refusal."""
+    play.backward(play.loss(0), create_graph=True)
+    if play.engine is not None:
+        with pytest.raises(RuntimeError, match="double backward"):
+            play.model.last.weight.grad.sum().backward()
+    yield ZERO
+    play.backward(play.loss(1))
+    yield STEP
+
+
+class Branches(Net):
+    """A graph break, a compiled part, an eager one, a checkpoint inside of a compiled region, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+    def forward(self, x: torch.Tensor, around: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        x = eagerly(self.blocks[2], x)
+        return self.last(x)
+
+
+@torch._dynamo.disable
+def eagerly(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+def branches() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return Branches().double()
+
+
+class Turned(Block):
+    """Its weight is used once more after its gradient was made: the graph needs it until its end."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.weight @ x.t()).t()
+
+
+def turned() -> torch.nn.Module:
+    torch.manual_seed(4)
+    model = Net()
+    model.blocks = torch.nn.ModuleList(Turned() for _ in range(3))
+    return model.double()
+
+
+def each_block(model: torch.nn.Module) -> torch.nn.Module:
+    for block in model.blocks:
+        block.compile(backend=AOT_EAGER)
+    return model
+
+
+def special(strategy: str) -> dict[str, float | str]:
+    torch._functorch.config.donated_buffer = False  # or torch refuses to walk a graph twice
+    world = plumb.World.join(backend="shm", timeout=60)
+    whole = functools.partial(torch.compile, backend=AOT_EAGER)
+    dynamic = functools.partial(torch.compile, backend=AOT_EAGER, dynamic=True)
+    plain = ROWS["plain"]
+    cases: dict[str, Callable[[], float]] = {
+        "shapes that change": lambda: compare(shapes_that_change, strategy, world, whole),
+        "dynamic shapes": lambda: compare(shapes_that_change, strategy, world, dynamic),
+        "unused outputs": lambda: compare(unused_outputs, strategy, world, whole),
+        "two producers": lambda: compare(two_producers, strategy, world, whole),
+        "autograd.grad": lambda: compare(differentiated_by_hand, strategy, world, whole),
+        "branches": lambda: compare(plain, strategy, world, whole, branches),
+        "used after its gradient": lambda: compare(plain, strategy, world, whole, turned),
+        "each block": lambda: compare(plain, strategy, world, each_block),
+        "each block, accumulating": lambda: compare(ROWS["two backwards, accumulating"], strategy, world, each_block),
+    }
+    if strategy in ("ddp", "zero1"):
+        cases["hooks of the user"] = lambda: compare(hooks_of_the_user, strategy, world, whole)
+        cases["create_graph"] = lambda: compare(kept_graph_of_gradients, strategy, world, whole)
+    outcome: dict[str, float | str] = {}
+    for name, case in cases.items():
+        try:
+            outcome[name] = case()
+        except Exception:
+            import traceback
+
+            outcome[name] = traceback.format_exc()
+            break
+    return outcome
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_only_compiled_models_do_is_what_one_process_computes(strategy: str) -> None:
+    for rank, by_name in enumerate(plumb.spawn(special, 2, (strategy,), timeout=300)):
+        for name, far in by_name.items():
+            assert isinstance(far, float) and far <= 1e-10, f"rank {rank}, {name}: {far}"
+
+
+# ---- inductor
+
+
+def core(strategy: str) -> tuple[dict[str, float], int]:
+    world = plumb.World.join(backend="shm", timeout=200)
+    names = ["plain", "two backwards, accumulating", "forward, forward, backward, backward", "used on one rank only"]
+    far = {name: compare(ROWS[name], strategy, world, torch.compile) for name in names}
+    return far, compiled.counts().delivered
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_default_backend_delivers_and_is_right(strategy: str) -> None:
+    for far, deliveries in plumb.spawn(core, 2, (strategy,), timeout=500):
+        assert max(far.values()) < 1e-10, far
+        assert deliveries >= 6
+
+
+# ---- one compiled graph, other parameters
+
+
+def one_graph_for_two_engines() -> tuple[float, float, int]:
+    """A compiled graph knows no parameters: another model of the same kind, another engine, one that has ended."""
+    torch._dynamo.reset()
+    world = plumb.World.join(backend="shm", timeout=60)
+    graphs = []
+
+    def counts(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return AOT_EAGER(graph, inputs)
+
+    far = []
+    first = make()
+    for strategy in ("ddp", "zero2"):
+        model, twin = (first if strategy == "ddp" else make()), make()
+        with engine_for(model, strategy, world) as engine:
+            trained(torch.compile(model, backend=counts), ROWS["plain"], engine)
+            reference(twin, ROWS["plain"], 2, torch.optim.SGD(twin.parameters(), lr=0.1))
+            far.append(distance(engine, model, twin))
+    alone, twin = copy.deepcopy(first), copy.deepcopy(first)  # no engine has these
+    Play(torch.compile(alone, backend=counts), 0, 1, 1.0).loss(0).backward()
+    Play(twin, 0, 1, 1.0).loss(0).backward()
+    for mine, other in zip(alone.parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert mine.grad is None or torch.allclose(mine.grad, other.grad, atol=1e-14)
+    return far[0], far[1], len(graphs)
+
+
+def test_a_graph_serves_other_engines_and_none() -> None:
+    for one, other, graphs in plumb.spawn(one_graph_for_two_engines, 2):
+        assert one < 1e-10 and other < 1e-10
+        assert graphs == 1, "every model was compiled anew: the test does not test what it should"
+
+
+def replaced_parameter(strategy: str) -> str:
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, strategy, world) as engine:
+        seen = torch.compile(model, backend=AOT_EAGER)
+        play = Play(seen, world.rank, 2, 1.0, engine)
+        play.backward(play.loss(0))
+        engine.step()
+        engine.zero_grad()
+        old, model.last.bias = model.last.bias, torch.nn.Parameter(torch.zeros_like(model.last.bias))
+        play.backward(play.loss(1))
+        assert old.grad is None and model.last.bias.grad is not None and model.first.bias.grad is not None
+        mean = engine.full_gradient(model.first.bias)
+        assert mean is not None
+        return ",".join(f"{value:.12e}" for value in mean.tolist())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_parameter_that_was_replaced_after_compiling_is_nobodys(strategy: str) -> None:
+    """As in eager: what is no parameter of the engine any more gets this rank's own gradient; the others are reduced."""
+    one, other = plumb.spawn(replaced_parameter, 2, (strategy,))
+    assert one == other
+
+
+# ---- DistributedDataParallel
+
+
+def wrapped(before: bool) -> float:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model, twin = make(), make()
+    if before:
+        model.forward = torch.compile(model.forward, backend=AOT_EAGER)  # type: ignore[method-assign]
+        face = plumb.DistributedDataParallel(model)
+    else:
+        face = plumb.DistributedDataParallel(model)
+    seen = face if before else torch.compile(face, backend=AOT_EAGER)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for i in range(3):
+        play = Play(model, rank, 2, 1.0)
+        ((seen(play.data(i)) - play.data(i + 50)) ** 2).mean().backward()
+        mine.step()
+        mine.zero_grad()
+        for other in range(2):
+            part = Play(twin, other, 2, 0.5)
+            part.backward(((twin(part.data(i)) - part.data(i + 50)) ** 2).mean())
+        theirs.step()
+        theirs.zero_grad()
+    assert [len(made.deliveries) for made in compiled.explain()] == [22], "torch cut the graph, or nothing was delivered"
+    assert compiled.counts().delivered == 3 * 22
+    far = distance(face.engine, model, twin)
+    face.engine.close()
+    dist.destroy_process_group()
+    return far
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["compiled after", "compiled before"])
+def test_distributed_data_parallel_compiles_to_whole_graphs(before: bool) -> None:
+    assert max(plumb.spawn(wrapped, 2, (before,), timeout=100)) < 1e-10

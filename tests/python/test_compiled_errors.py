@@ -1,0 +1,169 @@
+"""What cannot be compiled ends in an error that says what to do, or in eager; never in numbers of this rank alone."""
+
+from __future__ import annotations
+
+import torch
+import pytest
+
+import plumb
+from plumb import compiled
+from stage import Block, Play, make
+from test_compiled import AOT_EAGER, engine_for
+
+
+def compiled_autograd(strategy: str) -> str:
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, strategy, world) as engine:
+        play = Play(model, world.rank, 2, 1.0, engine)
+        from torch._dynamo import compiled_autograd as taken_over
+
+        with taken_over._enable(torch.compile(backend="eager")), pytest.raises(RuntimeError, match="without it"):
+            play.loss(0).backward()
+        engine.zero_grad()
+        play.backward(play.loss(1))  # and nothing is broken
+        engine.step()
+        return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_compiled_autograd_is_refused_with_what_to_do(strategy: str) -> None:
+    plumb.spawn(compiled_autograd, 2, (strategy,), timeout=100)
+
+
+def whole_graph(strategy: str) -> str:
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, strategy, world) as engine:
+        play = Play(torch.compile(model, backend=AOT_EAGER, fullgraph=True), world.rank, 2, 1.0, engine)
+        try:
+            play.backward(play.loss(0))
+        except Exception as error:
+            play = Play(torch.compile(model, backend=AOT_EAGER), world.rank, 2, 1.0, engine)
+            play.backward(play.loss(0))  # as the error says
+            engine.step()
+            assert engine.gathered_bytes == 0
+            return str(error)
+        return ""
+
+
+def test_a_whole_graph_is_refused_where_parameters_are_sharded() -> None:
+    for said in plumb.spawn(whole_graph, 2, ("zero3",), timeout=100):
+        assert "plumb gathers and releases a unit's sharded parameters" in said and "module.compile()" in said
+    for said in plumb.spawn(whole_graph, 2, ("zero2",), timeout=100):
+        assert said == ""
+
+
+def reads_pieces(backend: str) -> None:
+    """A compiled function over gradients answers for whole ones, as in eager."""
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, "zero2", world) as engine:
+        play = Play(model, world.rank, 2, 1.0, engine)
+        play.backward(play.loss(0))
+        weight = model.first.weight
+        expected = float(engine.full_gradient(weight).norm())
+
+        def norm(parameter: torch.Tensor) -> torch.Tensor:
+            return parameter.grad.norm() * 2.0
+
+        assert float(torch.compile(norm, backend=backend)(weight)) == pytest.approx(2 * expected)
+        assert float(torch.compile(lambda g: g.norm(), backend=backend)(weight.grad)) == pytest.approx(expected)
+        with pytest.raises(RuntimeError, match="piece"):
+            torch.compile(lambda p: p.grad.norm(), backend=backend, fullgraph=True)(weight)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_does_not_take_a_piece_for_a_whole_gradient(backend: str) -> None:
+    plumb.spawn(reads_pieces, 2, (backend,), timeout=200)
+
+
+def fails_in_the_middle(strategy: str) -> None:
+    """A compiled backward that throws on one rank, after some of its gradients were delivered."""
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, strategy, world) as engine:
+        seen = torch.compile(model, backend=AOT_EAGER)
+        play = Play(seen, world.rank, 2, 1.0, engine)
+        loss = play.loss(0)
+        if world.rank == 1:  # a second graph below the first, whose backward throws
+            x = play.data(3).requires_grad_()
+            x.register_hook(lambda g: (_ for _ in ()).throw(ValueError("boom")))
+            loss = loss + seen(x).sum()
+        with pytest.raises((RuntimeError, ValueError), match="boom" if world.rank == 1 else "failed on rank 1"):
+            loss.backward()
+        engine.zero_grad()
+        play.backward(play.loss(1))
+        engine.step()
+        mine = [float(engine.full_parameter(p).sum()) for p in model.parameters()]
+    assert all(value == value for value in mine)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_compiled_backward_that_fails_is_everybodys_failure(strategy: str) -> None:
+    plumb.spawn(fails_in_the_middle, 2, (strategy,), timeout=100)
+
+
+def different_graphs() -> float:
+    """Ranks that compiled different graphs of one model: gradients come at other moments, and are the same."""
+    world = plumb.World.join(backend="shm", timeout=30)
+    model, twin = make(), make()
+    with engine_for(model, "zero2", world) as engine:
+        seen = torch.compile(model, backend=AOT_EAGER) if world.rank == 0 else model
+        for i in range(3):
+            play = Play(seen, world.rank, 2, 1.0, engine)
+            play.backward(play.loss(i))
+            engine.step()
+            engine.zero_grad()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for i in range(3):
+            for rank in range(2):
+                part = Play(twin, rank, 2, 0.5)
+                part.backward(part.loss(i))
+            optimizer.step()
+            optimizer.zero_grad()
+        from stage import distance
+
+        return distance(engine, model, twin)
+
+
+def test_ranks_may_compile_different_graphs() -> None:
+    assert max(plumb.spawn(different_graphs, 2, timeout=100)) < 1e-10
+
+
+def test_a_backend_that_nobody_knows_is_torchs_error() -> None:
+    with pytest.raises(Exception, match="nobody_knows"):
+        torch.compile(make(), backend="nobody_knows")
+
+
+def test_a_delivery_outside_of_a_compiled_backward_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="outside of the backward of a compiled graph"):
+        torch.ops.plumb.deliver.output(torch.ones(2), 0)
+
+
+def overlap(inside: bool) -> tuple[int, int]:
+    """Buckets whose reduction has begun when the compiled backward has made its last gradient."""
+    compiled.deliver_inside = inside
+    world = plumb.World.join(backend="shm", timeout=30)
+    model = make()
+    with engine_for(model, "ddp", world) as engine:
+        seen = torch.compile(model, backend=AOT_EAGER)
+        begun = (0, 0)
+        for i in range(3):
+            x = Play(model, world.rank, 2, 1.0).data(i).requires_grad_()
+
+            def look(gradient: torch.Tensor) -> None:
+                nonlocal begun
+                begun = engine._engine.reductions
+
+            x.register_hook(look)  # runs when the graph has returned, before anything it returned is accumulated
+            seen(x).pow(2).mean().backward()
+            engine.step()
+            engine.zero_grad()
+    return begun
+
+
+def test_reductions_begin_while_a_compiled_backward_runs() -> None:
+    (before, _), (now, buckets) = plumb.spawn(overlap, 2, (False,))[0], plumb.spawn(overlap, 2, (True,))[0]
+    assert buckets >= 4 and now >= buckets - 2, (now, buckets)
+    assert before < now
