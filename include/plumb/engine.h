@@ -45,8 +45,10 @@ struct LossScale {
 };
 
 // Where the ranks' parts of what is sharded may end. `at_parameters`: each parameter is one rank's, for optimizers that
-// look at whole parameters; parts are then as even as the parameters' sizes allow, and padded to the largest.
-enum class Cut { anywhere, at_parameters };
+// look at whole parameters; parts are then as even as the parameters' sizes allow, and padded to the largest. `at_rows`: each
+// parameter of a unit lies in a bucket of its own, and a rank has the rows of it that torch.chunk would give it (DTensor's
+// Shard(0)).
+enum class Cut { anywhere, at_parameters, at_rows };
 
 struct Options {
   std::string strategy = "ddp";  // a row of the placement table
@@ -188,6 +190,11 @@ class Engine {
   StepInfo begin_step();
   std::vector<Piece> pieces();
   void end_step();
+
+  // What this rank holds of each parameter that a unit gathers: flat, in the parameter's dtype, the same memory as long as
+  // the engine lives. Whoever writes there, outside of a step, does so on every rank while none gathers, and says it.
+  NamedTensors shards() const;
+  void shards_written();
 
   // While the scope lives, these parameters are whole, whatever the strategy: to look at them, to export them. With
   // Access::write, what rank 0 wrote into them is everybody's when the scope ends; collective, then.

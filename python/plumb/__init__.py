@@ -32,7 +32,10 @@ if _minor(_torch.__version__) != _minor(_C.torch_version):
 
 from ._C import AdamW, Error, LossScale, Mesh, ParameterGroup, Schedule, SGD, StepInfo, World, strategies
 from .ddp import DistributedDataParallel
+from .deferred import deferred
 from .engine import Engine
+from .fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from .fully_shard import fully_shard
 from .launch import spawn
 from .optim import elementwise
 from . import nn
@@ -45,6 +48,7 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "Error",
+    "FSDPModule",
     "LossScale",
     "Mesh",
     "ParameterGroup",
@@ -52,8 +56,12 @@ __all__ = [
     "Schedule",
     "StepInfo",
     "World",
+    "deferred",
     "elementwise",
+    "fully_shard",
     "nn",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "spawn",
     "strategies",
     "unit",

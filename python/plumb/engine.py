@@ -11,10 +11,12 @@ from typing import Any, ContextManager, Union
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, compiled, optim, units as _units
 from ._C import Error, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
-from .world import remember
+from .deferred import fill
+from .world import of_mesh, remember
 from .world import world as _world
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -35,7 +37,8 @@ class Engine:
         units: where parameters are sharded, the modules that are gathered before use and released after: a list of classes,
             modules or names, a predicate over (name, module), or the number of parameters that makes a module a unit.
             Modules marked by ``plumb.unit`` are units in any case. Parameters of no unit stay whole.
-        mesh: the axes that replication and sharding run over; by default the strategy's own.
+        mesh: the axes that replication and sharding run over; by default the strategy's own. A ``DeviceMesh`` says both the
+            ranks and the axes: one dimension is sharded over, of two the first is replicated over.
         world: the ranks taking part; by default ``plumb.world()``. A ``torch.distributed`` process group is taken, too.
         buffers: named tensors that follow rank 0's after each step; by default the module's.
         clip_norm: gradients are scaled so that their global norm is at most this.
@@ -64,7 +67,7 @@ class Engine:
         *,
         strategy: str = "ddp",
         units: _units.UnitsArgument = None,
-        mesh: Mesh | tuple[int, int] | None = None,
+        mesh: Mesh | DeviceMesh | tuple[int, int] | None = None,
         world: World | dist.ProcessGroup | None = None,
         buffers: Named | None = None,
         bucket_bytes: int | None = None,
@@ -85,12 +88,19 @@ class Engine:
         self._steps: optim.Whole | optim.Pieces | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
+        if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            world = self._fill(module, strategy, units, mesh, world)
         named = _named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
         self.optimizer = optimizer
-        self.world = _world_of(world, named)
+        if isinstance(mesh, DeviceMesh):
+            if world is not None:
+                raise Error("a DeviceMesh says which ranks take part; leave world= out")
+            self.world, mesh = of_mesh(mesh)
+        else:
+            self.world = _world_of(world, named)
 
         try:
             options = _C.Options()
@@ -158,6 +168,21 @@ class Engine:
                 self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
             else:
                 self._steps = optim.Whole(self._native, optimizer)
+
+    @staticmethod
+    def _fill(
+        module: nn.Module,
+        strategy: str,
+        units: _units.UnitsArgument,
+        mesh: Mesh | DeviceMesh | tuple[int, int] | None,
+        world: World | dist.ProcessGroup | None,
+    ) -> World | dist.ProcessGroup | None:
+        """Gives a model of the meta device its values, on torch's default device; the world to go on with."""
+        device = torch.get_default_device()
+        place, axes = of_mesh(mesh) if isinstance(mesh, DeviceMesh) else (_world_of(world, []), _mesh(mesh))
+        sharded = _C.sharded(strategy, axes, place.size)[0]
+        fill(module, _units.choose(module, units) if sharded else [], place, device)
+        return world if isinstance(mesh, DeviceMesh) else place
 
     # ---- gradients
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ._C import Door, Error
+from .deferred import cut
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -24,6 +25,7 @@ def unit(module: M) -> M:
     >>> block = plumb.unit(torch.nn.Linear(4, 4))
     """
     module._plumb_unit = True  # type: ignore[assignment]
+    cut(module)
     return module
 
 

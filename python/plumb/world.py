@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
-from ._C import Error, World
+from ._C import Error, Mesh, World
 
 _worlds: dict[Any, World] = {}  # by process group; None: without torch.distributed
 
@@ -57,6 +59,36 @@ def _of_group(group: dist.ProcessGroup, device: str, timeout: float) -> World:
         # Connections of our own beside the user's: his collectives and ours need no common order.
         return World.meet(store, rank, size, backend=name, device=device, timeout=timeout)
     return World.adopt(group, store, device=device, timeout=timeout)
+
+
+def of_mesh(mesh: DeviceMesh) -> tuple[World, Mesh]:
+    """The ranks of a DeviceMesh as a world, and its axes: the last is sharded over, the one before replicated over."""
+    if mesh.ndim not in (1, 2):
+        raise Error(f"the mesh has {mesh.ndim} dimensions; expected one (sharded over) or two (replicated over, sharded over)")
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten())
+    grid = mesh.mesh
+    if any(bool((grid.diff(dim=dim) <= 0).any()) for dim in range(grid.dim())):
+        raise Error(f"the mesh's ranks {grid.tolist()} do not ascend along every dimension, as torch's process groups do; sort them")
+    me = dist.get_rank()
+    if me not in ranks:
+        raise Error(f"this process, rank {me}, is none of the mesh's ranks {list(ranks)}")
+    axes = Mesh(replicate=1 if mesh.ndim == 1 else mesh.size(0), shard=mesh.size(mesh.ndim - 1))
+    if len(ranks) == 1:
+        return World(), axes
+    if ranks == tuple(range(dist.get_world_size())):
+        return world(device=mesh.device_type), axes
+    if mesh.ndim == 1:
+        return world(mesh.get_group(), device=mesh.device_type), axes
+    # Ranks in an order of the mesh's own, or a part of the world that no process group stands for.
+    everybody = dist.distributed_c10d._get_default_group()
+    key = (everybody, ranks)
+    if key not in _worlds:
+        store = PrefixStore("plumb/" + ",".join(map(str, ranks)), dist.distributed_c10d._get_default_store())
+        name = everybody._get_backend(torch.device(mesh.device_type)).name()
+        if name not in ("gloo", "nccl"):
+            raise Error(f"a mesh of the ranks {list(ranks)} needs gloo or nccl, and this process group is {name}")
+        _worlds[key] = World.meet(store, ranks.index(me), len(ranks), backend=name, device=mesh.device_type)
+    return _worlds[key], axes
 
 
 def remember(engine: _Closable) -> None:

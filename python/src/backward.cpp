@@ -37,8 +37,56 @@ std::exception_ptr failure_of(const py::error_scope& error) {
   return std::make_exception_ptr(std::runtime_error(text));
 }
 
+// See around_backwards(); never destroyed, since backwards may run while the interpreter ends.
+struct Around {
+  py::object begin, end;
+};
+Around& around() {
+  static auto* instance = new Around;
+  return *instance;
+}
+
+// What `end` raises reaches the user, unless the backward raised already.
+bool tell_end(bool good) {
+  if (!around().end) return true;
+  const auto call = [&] {
+    return static_cast<bool>(
+        py::reinterpret_steal<py::object>(PyObject_CallOneArg(around().end.ptr(), good ? Py_True : Py_False)));
+  };
+  if (good) return call();
+  const py::error_scope error;  // the user's; it is set again when it goes
+  if (!call()) PyErr_Clear();
+  return false;
+}
+
+constexpr Py_ssize_t inputs_argument = 4;  // of run_backward: what gradients are asked of
+
+// A parameter that is shown as its shard has a gradient where its whole stand-in is used: null if there is none of those.
+py::object inputs_as_used(PyObject* inputs) {
+  if (PyTuple_Check(inputs) == 0) return {};
+  py::object used;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+    const py::handle one = PyTuple_GET_ITEM(inputs, i);
+    if (!py::hasattr(one, "_plumb_leaf")) continue;
+    if (!used) used = py::list(py::reinterpret_borrow<py::tuple>(inputs));
+    used[py::int_(i)] = one.attr("_plumb_leaf");
+  }
+  return used ? py::object(py::tuple(used)) : py::object();
+}
+
 PyObject* announce(PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  std::vector<PyObject*> mapped;
+  py::object inputs;
+  if (count > inputs_argument) inputs = inputs_as_used(args[inputs_argument]);
+  if (inputs) {
+    const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+    mapped.assign(args, args + count + named);
+    mapped[inputs_argument] = inputs.ptr();
+    args = mapped.data();
+  }
   backward::Outermost outermost;
+  const bool tells = !outermost.nested() && around().begin;
+  if (tells && !py::reinterpret_steal<py::object>(PyObject_CallNoArgs(around().begin.ptr()))) return nullptr;
   py::object result =
       py::reinterpret_steal<py::object>(PyObject_Vectorcall(inner_run, args, static_cast<size_t>(count), names));
   if (outermost.nested()) return result.release().ptr();
@@ -53,8 +101,9 @@ PyObject* announce(PyObject* const* args, Py_ssize_t count, PyObject* names) {
     py::gil_scoped_release released;
     thrown = outermost.end(nullptr);
   }
-  if (thrown) std::rethrow_exception(thrown);
-  return result.release().ptr();
+  if (thrown) set_error(thrown);
+  if (tells && !tell_end(result && !thrown)) return nullptr;
+  return thrown ? nullptr : result.release().ptr();
 }
 
 PyObject* run_backward(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) noexcept {
@@ -218,6 +267,8 @@ int64_t output_for(const torch::autograd::Node& node, int64_t argument) {
 }
 
 }  // namespace
+
+void around_backwards(py::object begin, py::object end) { around() = {std::move(begin), std::move(end)}; }
 
 void announce_backwards() {
   static PythonHost host;

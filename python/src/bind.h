@@ -28,9 +28,13 @@ void bind_optim(py::module_& module);
 void bind_unit(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_nn(py::module_& module);
+void bind_shards(py::module_& module);
 
 // Python announces its backwards from now on, and saves tensors through our hooks where a unit asks for it.
 void announce_backwards();
+
+// `begin()` is called before every outermost backward of Python's, and `end(good)` after it, when the engines have settled.
+void around_backwards(py::object begin, py::object end);
 
 // Sets the Python error that a C++ exception stands for. Needs the GIL.
 void set_error(const std::exception_ptr& thrown) noexcept;

@@ -172,6 +172,10 @@ void bind_options(py::module_& module) {
           "consecutive_hysteresis",
           [](const LossScale& scale) { return scale.recovery == LossScale::Recovery::at_a_good_step; })
       .def_readonly("delay", &LossScale::delay);
+  py::enum_<Cut>(module, "Cut")
+      .value("anywhere", Cut::anywhere)
+      .value("at_parameters", Cut::at_parameters)
+      .value("at_rows", Cut::at_rows);
   py::class_<Options>(module, "Options")
       .def(py::init<>())
       .def_readwrite("strategy", &Options::strategy)
@@ -188,6 +192,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("schedule", &Options::schedule)
       .def_readwrite("groups", &Options::groups)
       .def_readwrite("hold_unsharded", &Options::hold_unsharded)
+      .def_readwrite("cut", &Options::cut)
       .def_readwrite("deterministic", &Options::deterministic)
       .def_readwrite("virtual_ranks", &Options::virtual_ranks)
       .def_readwrite("ledger", &Options::ledger);
@@ -261,6 +266,22 @@ void bind_engine(py::module_& module) {
           "pieces", [](Self& self) { return (*self).pieces(); }, no_gil())
       .def(
           "end_step", [](Self& self) { (*self).end_step(); }, no_gil())
+      .def(
+          "shards", [](Self& self) { return (*self).shards(); }, no_gil())
+      .def(
+          "keep",
+          [](Self& self, const std::vector<at::Tensor>& parameters) {
+            if (auto& units = (*self).impl().units) units->keep(parameters);
+          },
+          "parameters"_a, no_gil())
+      .def(
+          "drop",
+          [](Self& self, const std::vector<at::Tensor>& parameters) {
+            if (auto& units = (*self).impl().units) units->drop(parameters);
+          },
+          "parameters"_a, no_gil())
+      .def(
+          "shards_written", [](Self& self) { (*self).shards_written(); }, no_gil())
       .def(
           "zero_grad", [](Self& self) { (*self).zero_grad(); }, no_gil())
       .def(

@@ -14,5 +14,6 @@ PYBIND11_MODULE(_C, module) {
   bind_unit(module);
   bind_engine(module);
   bind_nn(module);
+  bind_shards(module);
   announce_backwards();
 }

@@ -318,6 +318,13 @@ Gathered::~Gathered() noexcept(false) {
   }
 }
 
+NamedTensors Engine::shards() const { return impl_->units ? impl_->units->shards() : NamedTensors{}; }
+
+void Engine::shards_written() {
+  const TrainingMode training;
+  if (impl_->units) impl_->units->shards_written();
+}
+
 at::Tensor Engine::full_gradient(const at::Tensor& parameter) {
   const TrainingMode training;
   return impl_->reducer->full_gradient(parameter);

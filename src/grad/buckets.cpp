@@ -11,13 +11,21 @@
 namespace plumb {
 namespace {
 
+// Elements of a parameter that the first of `shards` ranks gets, in whole rows; later ones get as many, fewer, or none.
+int64_t rows_of(const at::Tensor& parameter, int64_t shards) {
+  const int64_t rows = parameter.dim() == 0 ? 1 : parameter.size(0);
+  return std::max<int64_t>((rows + shards - 1) / shards * (rows == 0 ? 0 : parameter.numel() / rows), 1);
+}
+
 using Kind = std::tuple<int, bool, at::ScalarType, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
 
 // The layout of these sinks in this order; `indices[i]` is the sink of the layout's item i. Each unit has buckets of its
 // own, however large; parameters of no unit lie behind them, in buckets up to the cap. Frozen parameters of a unit lie
-// apart from trained ones, which alone need gradients and state.
-Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options, int shards,
-                  int owners) {
+// apart from trained ones, which alone need gradients and state. Cut at rows, each has a bucket, whose equal ranges are whole
+// rows. `shards`: of the mesh's axis.
+Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices, const Options& options, int ranks,
+                  int shards) {
+  const int owners = options.cut == Cut::at_parameters ? shards : 0;
   std::map<Kind, int> kinds;
   std::vector<Item> items;
   std::vector<int> in_units, others;
@@ -30,10 +38,11 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
     const int number = kinds.emplace(kind, static_cast<int>(kinds.size())).first->second;
     (sink.unit >= 0 ? in_units : others).push_back(static_cast<int>(items.size()));
     items.push_back({parameter.numel(), static_cast<int64_t>(c10::elementSize(sink.rule.bucket)), number});
+    if (options.cut == Cut::at_rows && sink.unit >= 0) items.back().alone = shards * rows_of(parameter, shards);
   }
   constexpr int64_t no_cap = std::numeric_limits<int64_t>::max();
-  Layout layout = plan(items, in_units, {no_cap, no_cap, shards, owners});
-  const Layout rest = plan(items, others, {options.bucket_bytes, options.first_bucket_bytes, shards, owners});
+  Layout layout = plan(items, in_units, {no_cap, no_cap, ranks, owners});
+  const Layout rest = plan(items, others, {options.bucket_bytes, options.first_bucket_bytes, ranks, owners});
   for (int item : others) {
     layout.slots[item] = rest.slots[item];
     layout.slots[item].bucket += static_cast<int>(layout.buckets.size());
@@ -45,8 +54,7 @@ Layout plan_sinks(const std::deque<Sink>& sinks, const std::vector<int>& indices
 }  // namespace
 
 void Buckets::add(std::deque<Sink>& sinks, const std::vector<int>& indices) {
-  const int owners = options_.cut == Cut::at_parameters ? team_.shard().size() : 0;
-  place(sinks, plan_sinks(sinks, indices, options_, team_.size(), owners), indices);
+  place(sinks, plan_sinks(sinks, indices, options_, team_.size(), team_.shard().size()), indices);
 }
 
 void Buckets::place(std::deque<Sink>& sinks, const Layout& layout, const std::vector<int>& indices) {

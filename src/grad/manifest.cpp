@@ -75,6 +75,7 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
   say(lines, "mesh.replicate", options.mesh.replicate);
   say(lines, "mesh.shard", options.mesh.shard);
   say(lines, "cut at parameters", options.cut == Cut::at_parameters);
+  say(lines, "cut at rows", options.cut == Cut::at_rows);
   lines.push_back(c10::str("bucket caps are ", options.first_bucket_bytes, " and ", options.bucket_bytes, " bytes"));
   say(lines, "accumulate_dtype", options.accumulate_dtype);
   say(lines, "master_weights", options.master_weights);

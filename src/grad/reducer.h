@@ -103,6 +103,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Group& data() { return team_.data(); }
   Group& control() { return team_.control(); }
   Group& shard() { return team_.shard(); }
+  Group& replicate() { return team_.replicate(); }
   Groups& gathers() { return team_.gathers(); }
   bool shards(Placement placement) const { return team_.shards(placement); }
   const Strategy& row() const { return team_.row(); }

@@ -59,6 +59,11 @@ Layout plan(const std::vector<Item>& items, const std::vector<int>& order, const
 
   for (int index : order) {
     const Item& item = items[index];
+    if (item.alone > 0) {
+      layout.slots[index] = {static_cast<int>(layout.buckets.size()), 0};
+      layout.buckets.push_back({item.kind, {index}, item.alone});
+      continue;
+    }
     Open& bucket = open[item.kind];
     const int64_t length = round_up(item.numel, kAlignment);
     const int64_t bytes = length * item.element_bytes;

@@ -11,6 +11,7 @@ struct Item {
   int64_t numel = 0;
   int64_t element_bytes = 4;
   int kind = 0;
+  int64_t alone = 0;  // elements of a bucket of its own, with padding; 0: it shares one
 };
 
 struct Slot {
@@ -21,7 +22,7 @@ struct Slot {
 struct BucketShape {
   int kind = 0;
   std::vector<int> items;  // in the order they lie in memory
-  int64_t numel = 0;       // with padding; a multiple of shards × alignment
+  int64_t numel = 0;       // with padding; a multiple of shards × alignment, unless an item asked to be alone
 };
 
 struct Layout {

@@ -19,6 +19,7 @@ namespace {
 struct Part {
   at::Tensor mine;     // this rank's elements, padded to the size of everybody's
   int64_t digest = 0;  // of all elements
+  bool rows = false;   // they are this rank's rows, and nobody knows the others
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   Weak parameter{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 };
@@ -35,6 +36,21 @@ Parts& parts() {
 
 thread_local const World* building = nullptr;
 
+// Takes its memory away until an engine gives it other.
+void hollow(at::Tensor parameter, int rank) {
+  at::Tensor nothing = at::empty({0}, parameter.options().requires_grad(false));
+  c10::StorageImpl& storage = *nothing.storage().unsafeGetStorageImpl();
+  nothing.unsafeGetTensorImpl()->set_sizes_and_strides(parameter.sizes(), parameter.strides());
+  empty_storage(storage, "plumb: rank " + std::to_string(rank) +
+                             ": a deferred parameter was used before an engine had it; build the plumb::Engine first");
+  storage.set_nbytes(size_t{0});
+  parameter.set_data(nothing);
+}
+
+void forget_dead() {
+  std::erase_if(parts().all, [](const auto& entry) { return entry.second.parameter.expired(); });
+}
+
 void cut_one(const World& world, const at::Tensor& parameter) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(parts().mutex);
@@ -46,14 +62,8 @@ void cut_one(const World& world, const at::Tensor& parameter) {
   at::Tensor mine = at::zeros({part}, flat.options());
   mine.narrow(0, 0, end - begin).copy_(flat.narrow(0, begin, end - begin));
   parts().all.emplace(parameter.unsafeGetTensorImpl(),
-                      Part{std::move(mine), digest_of(flat), Part::Weak(parameter.getIntrusivePtr())});
-  at::Tensor hollow = at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
-  empty_storage(*hollow.storage().unsafeGetStorageImpl(),
-                "plumb: rank " + std::to_string(world.rank()) +
-                    ": a deferred parameter was used before an engine had it; build the plumb::Engine first");
-  hollow.storage().unsafeGetStorageImpl()->set_nbytes(size_t{0});
-  at::Tensor target = parameter;
-  target.set_data(hollow);
+                      Part{std::move(mine), digest_of(flat), false, Part::Weak(parameter.getIntrusivePtr())});
+  hollow(parameter, world.rank());
 }
 
 void cut_own(const World& world, const torch::nn::Module& module) {
@@ -69,9 +79,33 @@ void cut(const torch::nn::Module& module) {
   if (building == nullptr) return;
   {
     std::lock_guard lock(parts().mutex);
-    std::erase_if(parts().all, [](const auto& entry) { return entry.second.parameter.expired(); });
+    forget_dead();
   }
   cut_own(*building, module);
+}
+
+void cut(const World& world, const std::vector<at::Tensor>& parameters) {
+  {
+    std::lock_guard lock(parts().mutex);
+    forget_dead();
+  }
+  for (const at::Tensor& parameter : parameters) cut_one(world, parameter);
+}
+
+void keep_rows(const at::Tensor& parameter, const at::Tensor& mine, int rank) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(parts().mutex);
+  forget_dead();
+  parts().all.insert_or_assign(parameter.unsafeGetTensorImpl(),
+                               Part{mine.detach().reshape(-1), 0, true, Part::Weak(parameter.getIntrusivePtr())});
+  hollow(parameter, rank);
+}
+
+at::Tensor take_rows(const at::Tensor& parameter) {
+  std::lock_guard lock(parts().mutex);
+  const auto it = parts().all.find(parameter.unsafeGetTensorImpl());
+  if (it == parts().all.end() || !it->second.rows) return {};
+  return parts().all.extract(it).mapped().mine;
 }
 
 bool waits(const at::Tensor& parameter) {

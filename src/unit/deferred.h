@@ -17,6 +17,15 @@ namespace plumb::deferred {
 // Cuts the own parameters of a module that became a unit, where a plumb::Deferred lives on this thread.
 void cut(const torch::nn::Module& module);
 
+// Cuts these parameters for the ranks of `world`.
+void cut(const World& world, const std::vector<at::Tensor>& parameters);
+
+// A parameter whose rows on this rank are `mine`, as Cut::at_rows would cut it: it has no memory from here on, and its engine,
+// which must cut by rows, takes `mine` as it is.
+void keep_rows(const at::Tensor& parameter, const at::Tensor& mine, int rank);
+// Those rows, flat; forgets them. Undefined: nobody gave any.
+at::Tensor take_rows(const at::Tensor& parameter);
+
 // Whether a parameter waits for its engine.
 bool waits(const at::Tensor& parameter);
 

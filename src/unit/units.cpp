@@ -96,9 +96,14 @@ void Units::settle_in(Home& home) {
   bucket.parameter = shards.mine;
   home.peers = std::move(shards.everybody);
   if (home.peers.empty()) reducer_.gathers();
+  const at::Tensor rows = deferred::take_rows(bucket.sinks[0]->parameter);
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(home.whole, sink->slot.offset, sink->parameter);
-    if (deferred::waits(sink->parameter)) {
+    if (rows.defined()) {
+      if (bucket.numel != bucket.held.size() * reducer_.shard().size() || rows.numel() > bucket.held.size()) {
+        throw Error(reducer_.world().rank(), "parameter '" + sink->name + "' was cut by rows, and its engine does not");
+      }
+    } else if (deferred::waits(sink->parameter)) {
       place.copy_(deferred::restore(sink->name, sink->parameter, reducer_.world(), reducer_.data()));
     } else {
       place.copy_(sink->parameter);
@@ -116,6 +121,10 @@ void Units::settle_in(Home& home) {
     parameter.set_data(view_in(home.places[i], 0, parameter));
   }
   bucket.parameter.copy_(home.whole.narrow(0, bucket.held.begin, bucket.held.size()));
+  if (rows.defined()) {
+    bucket.parameter.narrow(0, 0, rows.numel()).copy_(rows);
+    if (reducer_.replicate().size() > 1) reducer_.replicate().broadcast(bucket.parameter, 0).wait(where);
+  }
   reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
   home.lanes.end_all(home.whole.device());
   home.full = true;
@@ -310,6 +319,24 @@ void Units::end_update() {
   const bool reads_in_place =
       std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
   if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
+}
+
+NamedTensors Units::shards() const {
+  NamedTensors all;
+  for (const Home& home : homes_) {
+    for (const Sink* sink : home.bucket->sinks) {
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), home.bucket->held);
+      const int64_t begin = std::clamp<int64_t>(mine.begin - home.bucket->held.begin, 0, home.bucket->held.size());
+      all.emplace_back(sink->name, home.bucket->parameter.narrow(0, begin, mine.size()));
+    }
+  }
+  return all;
+}
+
+void Units::shards_written() {
+  Lock lock(mutex_);
+  for (Home& home : homes_) release_if_idle(home);
+  reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the shards that were written"));
 }
 
 void Units::gather_together() {

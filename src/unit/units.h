@@ -47,12 +47,19 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   // Around a use of single parameters.
   void hold(const std::vector<at::Tensor>& parameters);
   void let_go(const std::vector<at::Tensor>& parameters);
+  // The same across scopes and threads: what is saved meanwhile is none of its business.
+  void keep(const std::vector<at::Tensor>& parameters) { hold(homes_of(parameters)); }
+  void drop(const std::vector<at::Tensor>& parameters) { let_go(homes_of(parameters)); }
   // What rank 0 wrote into held parameters becomes everybody's. Collective.
   void publish(const std::vector<at::Tensor>& parameters, const Where& where);
 
   // Nobody reads a shard from here to `updated`. An Error if somebody holds one.
   void begin_update();
   void end_update();
+
+  // See Engine.
+  NamedTensors shards() const;
+  void shards_written();
 
   bool owns(const at::Tensor& parameter) const;  // also one that was given other memory
   int64_t gathered_bytes() const;                // right now

@@ -295,6 +295,20 @@ TEST(Layout, AnEmptyParameterLiesBeforeTheOneThatBeginsThere) {
   EXPECT_FALSE(empty_after);
 }
 
+TEST(Layout, GivesAnItemThatAsksForItABucketOfItsOwn) {
+  std::vector<Item> items(5, Item{16, 4, 0});
+  items[1].alone = items[3].alone = 21;
+  const Layout layout = plan(items, {0, 1, 2, 3, 4}, {.bucket_bytes = 4096, .first_bucket_bytes = 4096, .shards = 3});
+  ASSERT_EQ(layout.buckets.size(), 3u);
+  for (const int item : {1, 3}) {
+    const BucketShape& bucket = layout.buckets[layout.slots[item].bucket];
+    EXPECT_EQ(bucket.items, (std::vector<int>{item}));
+    EXPECT_EQ(bucket.numel, 21);  // as asked, whatever the alignment
+    EXPECT_EQ(layout.slots[item].offset, 0);
+  }
+  EXPECT_EQ(layout.buckets[layout.slots[0].bucket].items, (std::vector<int>{0, 2, 4}));
+}
+
 TEST(Layout, GivesTheFirstBucketTheSmallerCap) {
   const std::vector<Item> items(10, Item{16, 4, 0});
   std::vector<int> order(10);

@@ -2,8 +2,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <thread>
 
 #include "unit/storage.h"
@@ -42,6 +44,51 @@ TEST(Units, KeepOnlyThisRanksShareOfTheParameters) {
     EXPECT_LE(held, whole / 2 + 200);
     EXPECT_EQ(net.first->up->weight.storage().nbytes() > 0, true);  // while the expression lasts
     EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+// As torch.chunk cuts, also where ranks get fewer rows than others, or none.
+TEST(Units, CutByRowsHoldWholeRows) {
+  run_local(4, [&](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    Net net, twin;
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3", .cut = Cut::at_rows});
+    const auto compare = [&] {
+      std::map<std::string, at::Tensor> whole;
+      for (const auto& item : twin.named_parameters()) whole[item.key()] = item.value().detach();
+      const NamedTensors shards = engine.shards();
+      EXPECT_GT(shards.size(), 8u);
+      for (const auto& [name, rows] : shards) {
+        const auto chunks = whole.at(name).chunk(4);
+        const auto mine = static_cast<size_t>(world.rank());
+        const at::Tensor expected = mine < chunks.size() ? chunks[mine].flatten() : at::empty({0});
+        EXPECT_TRUE(rows.sizes() == expected.sizes() && rows.allclose(expected)) << name << " on rank " << mine;
+      }
+    };
+    compare();
+    std::vector<at::Tensor> once;  // tied ones, too
+    for (const at::Tensor& parameter : twin.parameters()) {
+      const auto same = [&](const at::Tensor& other) { return other.is_same(parameter); };
+      if (std::none_of(once.begin(), once.end(), same)) once.push_back(parameter);
+    }
+    torch::optim::SGD optimizer(once, 0.1);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = torch::ones({2, 6}) * (step + 1);
+      net.forward(x).pow(2).mean().backward();
+      twin.forward(x).pow(2).mean().backward();
+      engine.step();
+      engine.zero_grad();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    compare();
+    for (const auto& [name, rows] : engine.shards()) rows.mul_(2);  // by the user, on every rank
+    engine.shards_written();
+    at::NoGradGuard no_grad;
+    for (const at::Tensor& parameter : once) parameter.mul_(2);
+    EXPECT_TRUE(net.forward(torch::ones({2, 6})).allclose(twin.forward(torch::ones({2, 6})), 1e-4));
   });
 }
 

@@ -1,0 +1,208 @@
+"""What ``plumb.fully_shard`` makes of a module: torch's FSDPModule, with Plumb's engine behind its methods.
+
+Every public method of torch's is here: it works, says in its docstring why there is nothing to do, or raises and names itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as _Torchs
+from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
+
+from ._C import Error
+from .fsdp_unit import Unit
+
+_UNIT = "_plumb_fsdp_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    return cast("Unit | None", module.__dict__.get(_UNIT))
+
+
+class FSDPModule(_Torchs):
+    """A module whose parameters are sharded over the ranks and gathered around its forward. Made by ``plumb.fully_shard``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A container that is sliced makes another of its class: a plain one.
+        plain = next(base for base in cls.__mro__ if not issubclass(base, _Torchs))
+        made = plain.__new__(plain, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise Error("a module under fully_shard is not copied: it holds a part of each parameter; copy its state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Error("a module under fully_shard is not pickled: it holds a part of each parameter; save its state_dict()")
+
+    def _get_fsdp_state(self) -> Any:
+        unit = unit_of(cast(nn.Module, self))
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        for module in modules:
+            unit = unit_of(module)
+            if unit is not None:
+                yield unit
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._get_fsdp_state()
+        unit.reshard()
+        for parameter in unit.parameters:  # torch makes new ones of the old ones' type
+            parameter.sharded.__class__ = DTensor
+        try:
+            return super()._apply(*args, **kwargs)
+        finally:
+            unit.follow_places()
+
+    # ---- parameters
+
+    def reshard(self) -> None:
+        """Lets go of whole parameters that ``unshard`` gathered; the module shows its rows again. Not recursive."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's parameters until ``reshard``, the end of its next forward, or a step. Not recursive.
+
+        They have arrived when this returns, also with ``async_op``: the handle's ``wait`` has nothing left to do.
+        """
+        self._get_fsdp_state().unshard()
+        return UnshardHandle() if async_op else None
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether this module's parameters are released after a forward, or stay whole until the end of the backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward is a {type(reshard_after_forward).__name__}; expected a bool")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: a unit is released when its last gradient has come."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing to do: a backward gathers only what one of its nodes saved."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[_Torchs]) -> None:
+        """Nothing to do: what all ranks used next the last time is gathered ahead."""
+        _check_sharded(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[_Torchs]) -> None:
+        """Nothing to do: what all ranks used next the last time is gathered ahead."""
+        _check_sharded(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Nothing to do: gathers come after the updates of the step by themselves."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to do."""
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: every backward's gradients are reduced into this rank's rows, and add up there.
+
+        So gradients are right at any moment, whichever backward was the last, and no rank holds whole ones.
+        """
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: see ``set_requires_gradient_sync``."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing to do: every backward ends with all reductions waited for."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides the sum of this module's gradients over the ranks by ``factor`` instead of their number. Not recursive."""
+        if not factor > 0:
+            raise Error(f"set_gradient_divide_factor({factor}); expected a positive number")
+        unit = self._get_fsdp_state()
+        for parameter in unit.parameters:
+            parameter.factor = unit.mesh.size() / factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """torch's older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing to do: ranks divide before they sum, with sums alone on the wire."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: a parameter that some ranks do not use is always reduced rightly, and hangs nobody."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Nothing to do: two buckets are under way at a time."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; expected an int")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers is {max_input_buffers}; expected a positive int")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Nothing to do: gathers and reductions have connections of their own."""
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> NoReturn:
+        raise Error(
+            "set_all_reduce_hook: plumb.fully_shard has no hook between the reductions; change p.grad after backward(), or use"
+            " a 2-D mesh for replicas"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        raise Error("set_custom_all_gather: plumb.fully_shard gathers over its own connections; leave the call out")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        raise Error("set_custom_reduce_scatter: plumb.fully_shard reduces over its own connections; leave the call out")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Nothing to do: where the backend has memory of its own, buckets lie in it."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Nothing to do: see ``set_allocate_memory_from_process_group_for_comm``."""
+
+    def reset_iter_state(self) -> None:
+        """After an exception: every unit is released. A failed backward has let go of its gradients by itself already."""
+        unit = self._get_fsdp_state()
+        if unit.parent is not None:
+            raise RuntimeError("reset_iter_state of a module inside another sharded one; call it on the outermost")
+        if unit.engine is not None:
+            unit.engine.reset()
+
+
+def _check_sharded(modules: list[_Torchs]) -> None:
+    for module in modules:
+        if not isinstance(module, _Torchs):
+            raise ValueError(f"a {type(module).__name__} is no FSDPModule; expected modules under fully_shard")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gathers ``module``'s parameters around the method of that name, too. Nothing happens to a module that is not sharded."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name}")
+    inner = getattr(module, method_name)
+    unit = cast(Unit, module._get_fsdp_state())
+
+    @functools.wraps(inner)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        args, kwargs = unit._pre_forward(module, args, kwargs)
+        try:
+            output = inner(*args, **kwargs)
+        finally:
+            output = unit._post_forward(module, args, output)
+        return output
+
+    setattr(module, method_name, around)
+
+
+def share_comm_ctx(modules: list[_Torchs]) -> None:
+    """Nothing to do: engines share what they can by themselves."""
+    for module in modules:
+        if not isinstance(module, _Torchs):
+            raise ValueError(f"a {type(module).__name__} is no FSDPModule; expected modules under fully_shard")

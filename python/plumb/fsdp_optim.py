@@ -1,0 +1,93 @@
+"""The user's own optimizers over the parameters that ``plumb.fully_shard`` shows: what happens around their ``step()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import optim
+from ._C import Error
+from .fsdp_unit import Engine
+from .sharded import Sharded, sharded_of
+
+
+class _Once:
+    """A closure's result. The ranks settle gradients once per step, so a closure is evaluated once."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.asked = loss, False
+
+    def __call__(self) -> Any:
+        if self.asked:
+            raise Error(
+                "this optimizer evaluates its closure several times in one step; over sharded parameters it can do so once:"
+                " use one that does not (SGD, AdamW …), or plumb.Engine with strategy 'ddp'"
+            )
+        self.asked = True
+        return self.loss
+
+
+def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
+    """Of the parameters that this optimizer updates; those that it was given before they were sharded are exchanged."""
+    found: list[Engine] = []
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            sharded: Sharded | None = getattr(parameter, "_sharded", None)
+            if sharded is None:
+                sharded = sharded_of(parameter)
+                if sharded is None:
+                    continue
+                _exchange(optimizer, group["params"], i, sharded)
+            engine = sharded.unit.root.engine
+            if engine is not None and engine not in found:
+                found.append(engine)
+    return found
+
+
+def _exchange(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], i: int, one: Sharded) -> None:
+    old, parameters[i] = parameters[i], one.sharded
+    state = optimizer.state.pop(old, None)
+    if state is None:
+        return
+
+    def cut(value: Any) -> Any:
+        if not torch.is_tensor(value) or value.dim() == 0 or value.shape != one.shape:
+            return value
+        return one.cut.distributed(one.cut.rows(value).clone(), value, value.dtype)
+
+    optimizer.state[one.sharded] = {key: cut(value) for key, value in state.items()}
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    engines = engines_of(optimizer)
+    if not engines:
+        return None
+    closure, args, kwargs = optim._closure_of(args, kwargs)
+    result = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        result = (args[0], _Once(loss), *args[1:]), kwargs
+        engines = engines_of(optimizer)
+    for engine in engines:
+        engine.begin_step(optimizer)
+    return result
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for engine in engines_of(optimizer):
+        engine.abandon()
+
+
+_installed = False
+
+
+def watch_optimizers() -> None:
+    """From now on every optimizer's step() over sharded parameters settles their gradients before and the update after."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)

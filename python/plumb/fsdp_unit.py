@@ -1,0 +1,341 @@
+"""The units and the engine behind ``plumb.fully_shard``: one unit per call, one engine per outermost sharded module.
+
+The engine is built at the first forward, when it is known which modules are units. Until then every rank holds its rows of
+every parameter, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from . import _C, optim
+from .sharded import Sharded, ShardedParameter
+from .world import of_mesh, remember
+
+
+class Unit:
+    """What one call of fully_shard gathers and releases together. Also what torch asks an FSDPModule's state for."""
+
+    _comm_ctx: Any = None  # torch.distributed.fsdp.share_comm_ctx: there is nothing to share
+
+    def __init__(self, modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.mesh, self.policy = mesh, policy
+        self.parameters: list[Sharded] = []
+        self.parent: Unit | None = None
+        self.children: list[Unit] = []
+        self.reshard_after_forward = True
+        self.door = _C.Door()
+        self.held = False  # by unshard(), or from a forward to its backward
+        self.entered = 0
+        self.engine: Engine | None = None  # of an outermost unit
+        self._fsdp_param_groups: list[Any] = []
+
+    @property
+    def root(self) -> "Unit":
+        unit = self
+        while unit.parent is not None:
+            unit = unit.parent
+        return unit
+
+    def all(self) -> list["Unit"]:
+        """This unit and those inside, the outer before the inner."""
+        return [self, *(one for child in self.children for one in child.all())]
+
+    def ready(self) -> "Engine":
+        """The engine, which is built at the first use."""
+        root = self.root
+        if root.engine is None:
+            root.engine = Engine(root)
+        return root.engine
+
+    # ---- around a forward (the names are those that torch's register_fsdp_forward_method calls)
+
+    @torch._disable_dynamo  # a compiled model breaks its graph around units
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        engine = self.ready()
+        if not any(unit.entered for unit in engine.units):
+            engine.begin_forward()
+        self.door.enter()
+        self.entered += 1
+        engine.stack.append(self)
+        for parameter in self.parameters:
+            parameter.enter()
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        cast = _Cast(dtype)
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    @torch._disable_dynamo
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        engine = self.root.engine
+        if engine is None or not engine.stack or engine.stack[-1] is not self:
+            return output  # its entering failed
+        engine.stack.pop()
+        if not self.reshard_after_forward and not self.held and torch.is_grad_enabled():
+            self.keep(engine)
+        self.leave()
+        if self.reshard_after_forward and self.entered == 0:
+            self.reshard()
+        if self.policy.output_dtype is not None:
+            output = tree_map(_Cast(self.policy.output_dtype), output)
+        return output
+
+    def leave(self) -> None:
+        self.entered -= 1
+        for parameter in self.parameters:
+            parameter.leave()
+        self.door.leave()
+
+    # ---- around what changes parameters from outside
+
+    def before_load(self, *_: object) -> None:
+        """Ranks of one machine read each other's rows in place: they are written when nobody reads them any more."""
+        self.reshard()
+        if self.root.engine is not None and self.parent is None:
+            self.root.engine.settle_readers()
+
+    def after_load(self, *_: object) -> None:
+        self.follow_places()
+
+    def before_save(self, *_: object) -> None:
+        """A state dict has rows, also between a forward and its backward."""
+        self.reshard()
+
+    def follow_places(self) -> None:
+        """A parameter that was exchanged in its module (to_empty, load_state_dict(assign=True)) is the one that counts."""
+        for parameter in self.parameters:
+            if parameter.uses > 0:
+                continue
+            for place in parameter.places:
+                now = place.get()
+                if now is not None and (now is not parameter.sharded or not isinstance(now, ShardedParameter)):
+                    parameter.adopt(now)
+                    break
+
+    # ---- by hand
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        return [one.leaf for one in self.parameters if one.leaf is not None]
+
+    def unshard(self) -> None:
+        engine = self.ready()
+        if self.held:
+            return
+        if not any(unit.entered for unit in engine.units):
+            engine.begin_forward()
+        self.keep(engine)
+
+    def keep(self, engine: "Engine") -> None:
+        engine.native.keep(self.leaves)
+        self.held = True
+        for parameter in self.parameters:
+            parameter.enter()
+
+    def reshard(self) -> None:
+        engine = self.root.engine
+        if not self.held or engine is None:
+            return
+        self.held = False
+        for parameter in self.parameters:
+            parameter.leave()
+        engine.native.drop(self.leaves)
+
+
+class _Cast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != self.dtype:
+            return value.to(self.dtype)
+        return value
+
+
+_numbers = itertools.count()
+
+
+class Engine:
+    """The engine of an outermost unit, and the steps of whatever optimizers update its parameters."""
+
+    def __init__(self, root: Unit) -> None:
+        self.units = root.all()
+        self.number = next(_numbers)  # the same on every rank
+        self.stack: list[Unit] = []  # of forwards under way
+        self.stepping = False
+        modules = [module for module in (reference() for reference in root.modules) if module is not None]
+        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+        self.parameters: list[Sharded] = []
+        for unit in self.units:
+            self.parameters += [one for one in unit.parameters if one not in self.parameters]
+        world, mesh = of_mesh(root.mesh)
+        try:
+            named = self._prepare(names)
+        except Exception as error:
+            if world.size > 1:  # the others are waiting to build theirs
+                with contextlib.suppress(Exception):
+                    world.refuse(str(error))
+            raise
+        options = _C.Options()
+        options.strategy = "zero3"
+        options.mesh = mesh
+        options.master_weights = False
+        options.cut = _C.Cut.at_rows
+        pairs = [(unit.door, unit.leaves) for unit in self.units if unit.parameters]
+        self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
+        remember(self)
+        self.whole = all(one.cut.shards == 1 for one in self.parameters)
+        shards = dict(self.native.shards())
+        for (name, _), one in zip(named, self.parameters, strict=True):
+            if self.whole:
+                one.follow()
+            else:
+                one.settle_in(shards[name])
+        self._touched: list[Sharded] = []
+        self._backwards = 0  # under way, of whatever threads
+        _engines.add(self)
+        _C.around_backwards(_before_backward, _after_backward)
+
+    def _prepare(self, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
+        named: list[tuple[str, torch.Tensor]] = []
+        for one in self.parameters:
+            name = names.get(id(one.sharded), f"parameter {len(named)}, which the model no longer has")
+            if one.dtype != one.compute and one.cut.mesh.ndim == 2 and not one.sharded.is_meta:
+                # Rows in another dtype than the engine's: replicas begin alike there, too.
+                dist.broadcast(one.local, group=one.cut.mesh.get_group(0), group_src=0)
+            one.prepare(name)
+            assert one.leaf is not None
+            policy = next(unit.policy for unit in self.units if one in unit.parameters)
+            wide = one.dtype if policy.reduce_dtype is None else torch.promote_types(one.dtype, policy.reduce_dtype)
+            if one.leaf.is_floating_point() and wide != one.leaf.dtype:
+                one.leaf.grad_dtype = wide
+            named.append((name, one.leaf))
+        return named
+
+    def close(self) -> None:
+        _engines.discard(self)
+        self.native.close()
+
+    # ---- forwards and backwards
+
+    def begin_forward(self) -> None:
+        """Before the outermost module of a forward: what was written into the parameters is everybody's."""
+        self.publish()
+        for one in self.parameters:
+            if one.factor != 1.0 or one.sharded._post_accumulate_grad_hooks:
+                one.hook(_LeafHook(self, one))
+
+    def publish(self) -> None:
+        written = False
+        for one in self.parameters:
+            if one.written:
+                one.publish()
+                written = True
+        if written:
+            for unit in self.units:
+                unit.reshard()  # what it holds is of before
+            self.native.shards_written()
+
+    def settle_readers(self) -> None:
+        """Before parameters are written: no rank reads them any more. Every rank calls it."""
+        self.native.shards_written()
+
+    def begin_backward(self) -> None:
+        """What runs a part of a forward again, inside of a unit, finds whole parameters there."""
+        self._backwards += 1
+        if self._backwards > 1:
+            return
+        for one in self.parameters:
+            one.write_back()
+            one.enter()
+
+    def end_backward(self, good: bool) -> None:
+        if self._backwards == 0:
+            return  # it was built inside of it
+        self._backwards -= 1
+        if self._backwards > 0:
+            return
+        for one in self.parameters:
+            one.leave()
+        for unit in self.units:
+            if unit.entered == 0:
+                unit.reshard()
+        touched, self._touched = self._touched, []
+        for one in sorted(touched, key=self.parameters.index):
+            if not good or one.sharded.grad is None:
+                continue
+            for hook in list((one.sharded._post_accumulate_grad_hooks or {}).values()):
+                hook(one.sharded)
+
+    def got(self, one: Sharded, gradient: torch.Tensor) -> torch.Tensor | None:
+        if one.sharded._post_accumulate_grad_hooks and one not in self._touched:
+            self._touched.append(one)
+        return gradient * one.factor if one.factor != 1.0 else None
+
+    def reset(self) -> None:
+        """After a forward that was left by an exception nobody told us of."""
+        while self.stack:
+            self.stack.pop().leave()
+        for unit in self.units:
+            unit.reshard()
+
+    # ---- steps
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.abandon()
+        self.reset()
+        self.publish()
+        for one in self.parameters:
+            one.write_back()
+            one.assign_again()
+        self.native.compare_settings(optim.settings(optimizer))
+        self.native.begin_step()
+        self.stepping = True
+        if self.whole:
+            for one in self.parameters:
+                one.follow()
+
+    def end_step(self) -> None:
+        for one in self.parameters:
+            one.publish()
+        self.stepping = False
+        self.native.end_step()
+
+    def abandon(self) -> None:
+        """Ends a step that its optimizer left by an exception, with what was updated."""
+        if self.stepping:
+            self.end_step()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _before_backward() -> None:
+    for engine in list(_engines):
+        engine.begin_backward()
+
+
+def _after_backward(good: bool) -> None:
+    for engine in sorted(_engines, key=lambda engine: engine.number):
+        engine.end_backward(good)
+
+
+class _LeafHook:
+    def __init__(self, engine: Engine, one: Sharded) -> None:
+        self.engine, self.one = weakref.ref(engine), weakref.ref(one)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        engine, one = self.engine(), self.one()
+        return None if engine is None or one is None else engine.got(one, gradient)

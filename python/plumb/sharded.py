@@ -1,0 +1,325 @@
+"""Parameters that show themselves as DTensors of this rank's rows, while forwards use whole tensors.
+
+A sharded parameter is two tensors: ``sharded``, a DTensor (``Shard(0)``) that modules hold outside of forwards and optimizers
+update, and ``leaf``, the whole one that a unit gathers, that forwards use and autograd knows. There is one gradient, the
+leaf's: the DTensor's ``.grad`` reads and writes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from . import _C
+from ._C import Error
+
+_BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put a gradient
+
+
+def version(tensor: Any) -> int:
+    """Moves with every change in place: through the DTensor, or through its rows on this rank."""
+    total: int = tensor._version + tensor._local_tensor._version
+    return total
+
+
+def sharded_of(parameter: torch.Tensor) -> "Sharded | None":
+    """Of what a parameter that was whole once is the leaf. Weakly: the engine keeps leaves, and must not keep itself."""
+    known = getattr(parameter, "_plumb_sharded", None)
+    return known() if isinstance(known, weakref.ref) else None
+
+
+class ShardedParameter(DTensor):
+    """This rank's rows of a parameter; its gradient is where the engine keeps it."""
+
+    _sharded: "Sharded"
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._sharded.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._sharded.set_gradient(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._sharded.set_gradient(None)
+
+    @property
+    def _plumb_leaf(self) -> torch.Tensor:
+        """What a backward that is asked for gradients of this parameter looks for: ``backward(inputs=…)``, ``autograd.grad``."""
+        leaf = self._sharded.leaf
+        assert leaf is not None
+        return leaf
+
+
+class Place:
+    """Where a module holds a parameter."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        # Some modules keep lists of their parameters, which their own __setattr__ follows (RNNs).
+        self.plain = type(module).__setattr__ is nn.Module.__setattr__
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters[self.name]
+
+    def put(self, parameter: nn.Parameter) -> None:
+        if self.plain:
+            self.module._parameters[self.name] = parameter
+        else:
+            setattr(self.module, self.name, parameter)
+
+
+class Cut:
+    """How a mesh cuts a parameter: its placements, and which rows are this rank's."""
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int, shards: int) -> None:
+        self.mesh, self.placements, self.rank, self.shards = mesh, placements, rank, shards
+
+    def rows(self, whole: torch.Tensor) -> torch.Tensor:
+        step = -(-whole.size(0) // self.shards)
+        begin = min(self.rank * step, whole.size(0))
+        return whole[begin : min(begin + step, whole.size(0))]
+
+    def distributed(self, local: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> DTensor:
+        meta = TensorMeta(like.shape, like.stride(), dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+class Sharded:
+    """One parameter of a unit. The engine's memory is its truth from the first forward on."""
+
+    unit: Any  # the first that has it
+
+    def __init__(self, parameter: nn.Parameter, cut: Cut, device: torch.device, compute: torch.dtype | None) -> None:
+        self.cut = cut
+        self.places: list[Place] = []
+        self.shape, self.stride, self.dtype = parameter.shape, parameter.stride(), parameter.dtype
+        self._compute = compute if parameter.is_floating_point() else None
+        self.uses = 0  # forwards under way
+        self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
+        self.seen = 0  # the version of the rows when every rank had them
+        self.factor = 1.0  # of this rank's contributions
+        self._piece: torch.Tensor | None = None  # of the leaf's gradient
+        self._shown: DTensor | None = None  # the same as the user sees it
+        self._assigned: DTensor | None = None  # by the user, where there was no piece
+        self._hook: Any = None
+        with torch.no_grad():
+            local = cut.rows(parameter.detach().to(device if not parameter.is_meta else "meta")).clone()
+            shown = nn.Parameter(cut.distributed(local, parameter, self.dtype), parameter.requires_grad)
+        self.leaf = parameter if not parameter.is_meta else None
+        if self.leaf is not None:
+            self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
+            self._hollow(device)
+        self.adopt(shown)
+
+    # ---- what the user sees
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """From now on ``parameter``, a DTensor cut the same way, is what the user sees."""
+        if not isinstance(parameter, DTensor) or parameter.shape != self.shape:
+            raise Error(
+                f"a parameter of a sharded module became a {type(parameter).__name__} of shape {list(parameter.shape)};"
+                f" expected a DTensor of shape {list(self.shape)}: load into the model without assign=, or before fully_shard"
+            )
+        if tuple(parameter.placements) != self.cut.placements or parameter.device_mesh != self.cut.mesh:
+            raise Error(
+                f"a parameter of a sharded module became a DTensor with placements {parameter.placements}; expected"
+                f" {self.cut.placements} over the mesh of fully_shard"
+            )
+        if self.memory is not None and (parameter.dtype != self.dtype or parameter.device != self.local.device):
+            raise Error(
+                f"a sharded parameter became {parameter.dtype} on {parameter.device}; it was {self.dtype} on"
+                f" {self.local.device} at the first forward; convert the model before that"
+            )
+        if self.memory is None:
+            self.dtype = parameter.dtype
+        parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+        parameter._sharded = self  # type: ignore[attr-defined]
+        self.sharded: Any = parameter
+        if self.memory is not None and self.dtype == self.compute and self.local is not self._rows:
+            with torch.no_grad():
+                self._rows.copy_(self.local)
+            self.sharded._local_tensor = self._rows
+        if self.uses == 0:
+            self.show()
+
+    @property
+    def compute(self) -> torch.dtype:
+        """Of forwards."""
+        return self._compute or self.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        rows: torch.Tensor = self.sharded._local_tensor
+        return rows
+
+    def show(self) -> None:
+        for place in self.places:
+            place.put(self.sharded)
+
+    # ---- what forwards use
+
+    def _hollow(self, device: torch.device) -> None:
+        assert self.leaf is not None
+        if self.leaf.device != device or self.leaf.dtype != self.compute:
+            self.leaf.data = torch.empty_strided(self.shape, self.stride, dtype=self.compute, device=device)
+        if self.cut.shards > 1:
+            _C.keep_rows(self.leaf, torch.empty(0, dtype=self.compute, device=device), self.cut.rank)
+
+    def prepare(self, name: str) -> None:
+        """The leaf is about to be an engine's: its rows are those that the user sees."""
+        if self.sharded.is_meta:
+            raise Error(
+                f"parameter '{name}' is on the meta device at the first forward; give the model memory and values first:"
+                ' model.to_empty(device="cpu"), then every module\'s reset_parameters(), or load a checkpoint'
+            )
+        device = self.local.device
+        with torch.no_grad():
+            if self.leaf is None or self.leaf.device.type != device.type:
+                hollow = torch.empty_strided(self.shape, self.stride, dtype=self.compute, device=device)
+                self.leaf = nn.Parameter(hollow, self.sharded.requires_grad)
+                self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
+            if self.leaf.dtype != self.compute or self.leaf.device != device:
+                self._hollow(device)
+            self.leaf.requires_grad_(self.sharded.requires_grad)
+            if self.cut.shards > 1:
+                _C.keep_rows(self.leaf, self.local.to(self.compute).contiguous(), self.cut.rank)
+            else:
+                self.leaf.data = self.local if self.compute == self.dtype else self.local.to(self.compute)
+
+    def settle_in(self, memory: torch.Tensor) -> None:
+        """The engine keeps the rows in ``memory`` from now on."""
+        self.memory = memory
+        self._rows = memory.view(self.local.shape)
+        if self.dtype == self.compute:
+            self.sharded._local_tensor = self._rows
+        self.seen = version(self.sharded)
+
+    def follow(self) -> None:
+        """Where one rank holds everything, an update may move the leaf: the rows are it."""
+        assert self.leaf is not None
+        if self.memory is None or self.memory.data_ptr() != self.leaf.data_ptr():
+            self.settle_in(self.leaf.detach())
+
+    @property
+    def written(self) -> bool:
+        return version(self.sharded) != self.seen
+
+    def publish(self) -> None:
+        """What was written into the rows is what forwards will gather."""
+        if self.dtype != self.compute:
+            with torch.no_grad():
+                self._rows.copy_(self.local)
+        self.seen = version(self.sharded)
+
+    def enter(self) -> None:
+        self.uses += 1
+        assert self.leaf is not None
+        if self.leaf.requires_grad != self.sharded.requires_grad:
+            self.leaf.requires_grad_(self.sharded.requires_grad)
+        if self.uses == 1:
+            for place in self.places:
+                place.put(self.leaf)
+
+    def leave(self) -> None:
+        self.uses -= 1
+        if self.uses == 0:
+            self.show()
+
+    # ---- the gradient
+
+    def gradient(self) -> torch.Tensor | None:
+        if self.leaf is None:
+            return None
+        own = _BY_AUTOGRAD.__get__(self.sharded)
+        if own is not None:  # of something computed with the rows themselves
+            _BY_AUTOGRAD.__set__(self.sharded, None)
+            before = self.gradient()
+            self.set_gradient(own if before is None else before + own)
+        piece = self.leaf.grad
+        if piece is None:
+            self._piece = self._shown = self._assigned = None
+        elif self._assigned is not None:
+            if piece is self._piece:
+                return self._assigned
+            self._piece = self._assigned = None
+        if piece is self._piece and self._shown is not None and not self.narrowed:
+            return self._shown
+        self.write_back()
+        self._piece, self._shown = piece, None if piece is None else self._show(piece)
+        return self._shown
+
+    def _show(self, piece: torch.Tensor) -> DTensor:
+        shown = DTensor(self._numbers(piece).to(self.dtype), self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self._version = version(shown)
+        return shown
+
+    def _numbers(self, piece: torch.Tensor) -> torch.Tensor:
+        return _C.unmarked(piece).view(self.local.shape)
+
+    @property
+    def narrowed(self) -> bool:
+        """The gradient is kept in a wider dtype than the user sees it in, which is a copy then."""
+        return self._piece is not None and self._piece.dtype != self.dtype
+
+    def write_back(self) -> None:
+        """What the user changed in a copy is the gradient."""
+        if not self.narrowed or self._shown is None or self._assigned is not None or self._piece is None:
+            return
+        if self.leaf is None or self.leaf.grad is not self._piece:
+            return
+        if version(self._shown) == self._version:
+            return
+        with torch.no_grad():
+            self._numbers(self._piece).copy_(self._shown._local_tensor)
+        self._version = version(self._shown)
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        if value is not None and value is self._shown:
+            return
+        _BY_AUTOGRAD.__set__(self.sharded, None)
+        if value is None:
+            self._piece = self._shown = self._assigned = None
+            if self.leaf is not None:
+                self.leaf.grad = None
+            return
+        if not isinstance(value, DTensor) or value.shape != self.shape:
+            raise Error(
+                f"the gradient of a sharded parameter of shape {list(self.shape)} was set to a {type(value).__name__} of shape"
+                f" {list(value.shape)}; expected a DTensor of the parameter's shape"
+            )
+        if self.leaf is None:
+            raise Error("a gradient was set before the model has memory; give it memory first (model.to_empty)")
+        with torch.no_grad():
+            local = value.redistribute(self.cut.mesh, self.cut.placements).to_local()
+            piece = self.leaf.grad
+            if piece is not None and (piece.dim() != self.leaf.dim() or self.cut.shards == 1):
+                self._numbers(piece).copy_(local)
+                self._piece = self._shown = self._assigned = None
+                return
+            # There is no piece to write: this rank contributes its rows such that the mean gives them back.
+            dtype = self.leaf.grad_dtype or self.leaf.dtype
+            whole = torch.zeros(self.shape, dtype=dtype, device=local.device)
+            self.cut.rows(whole).copy_(local).mul_(self.cut.shards)
+            self.leaf.grad = whole
+        self._piece, self._shown, self._assigned = self.leaf.grad, None, value if self.cut.shards > 1 else None
+
+    def assign_again(self) -> None:
+        """A gradient that was assigned where there was no piece may have been changed in place since."""
+        if self._assigned is not None and self.leaf is not None and self.leaf.grad is self._piece:
+            self.set_gradient(self._assigned)
+
+    def hook(self, call: Any) -> None:
+        """``call`` sees each gradient of the leaf in a backward, once."""
+        assert self.leaf is not None
+        if self._hook is None and self.leaf.requires_grad:
+            self._hook = self.leaf.register_hook(call)  # type: ignore[no-untyped-call]

@@ -1,0 +1,142 @@
+"""Models built in parts: under plumb.deferred(), and on the meta device. Values are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import plumb
+from programs import plain
+from stage import Block, Net, distance, reference, trained
+
+
+class FilledNet(Net):
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
+
+
+def _net(tied: bool) -> Net:
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float64)
+    return FilledNet(tied)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+
+
+def _deferred(how: str, strategy: str, tied: bool) -> float:
+    twin = _net(tied)
+    if how == "classes":
+        with plumb.deferred([Block]):
+            model = _net(tied)
+        for block in model.blocks:
+            assert _bytes(block) == 0, "a unit was not cut"
+        with pytest.raises(RuntimeError, match="before an engine"):
+            model.blocks[0](torch.ones(1, 12))
+    else:
+        with torch.device("meta"):
+            model = _net(tied)
+        torch.manual_seed(1)
+        torch.set_default_dtype(torch.float64)
+    size = plumb.world().size
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with plumb.Engine(model, optimizer, strategy=strategy, units=[Block]) as engine:
+        if not tied:  # one process draws a tied weight once more than it is kept
+            assert distance(engine, model, twin) == 0.0, "other values than one process makes"
+        else:
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                other.data.copy_(engine.full_parameter(mine))
+        trained(model, plain, engine)
+        reference(twin, plain, size, torch.optim.SGD(twin.parameters(), lr=0.1))
+        return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
+@pytest.mark.parametrize("how", ["classes", "meta"])
+def test_values_are_those_of_one_process(how: str, strategy: str, tied: bool) -> None:
+    for away in plumb.spawn(_deferred, 2, (how, strategy, tied)):
+        assert away <= 1e-10
+
+
+def _marked() -> tuple[int, bool]:
+    torch.manual_seed(3)
+    whole = nn.Linear(6, 6)
+    torch.manual_seed(3)
+    with plumb.deferred():
+        model = plumb.unit(nn.Linear(6, 6))
+    held = _bytes(model)
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3") as engine:
+        return held, torch.equal(engine.full_parameter(model.weight), whole.weight)
+
+
+def test_units_by_hand_are_cut() -> None:
+    assert plumb.spawn(_marked, 2) == [(0, True)] * 2
+
+
+def _different() -> str:
+    torch.manual_seed(plumb.world().rank)
+    with plumb.deferred([nn.Linear]):
+        model = nn.Sequential(nn.Linear(4, 4))
+    try:
+        plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[nn.Linear])
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_drew_other_values_are_told() -> None:
+    for said in plumb.spawn(_different, 2):
+        assert "different values" in said and "seed" in said
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def test_a_module_that_cannot_make_its_values_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), NoReset())
+    with pytest.raises(plumb.Error, match=r"'1' \(NoReset\).*reset_parameters"):
+        plumb.Engine(model, plumb.SGD(lr=0.1))
+    with pytest.raises(plumb.Error, match="classes of modules"):
+        with plumb.deferred([3]):  # type: ignore[list-item]
+            pass
+
+
+def _over_a_mesh(shape: tuple[int, ...], strategy: str) -> Any:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", shape)
+    torch.set_default_dtype(torch.float64)
+    model = _net(False)
+    twin = copy.deepcopy(model)
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], mesh=mesh) as engine:
+        assert engine.world.size == 4
+        trained(model, plain, engine)
+        reference(twin, plain, 4, torch.optim.SGD(twin.parameters(), lr=0.1))
+        away = distance(engine, model, twin)
+    model, twin = _net(False), _net(False)
+    mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))["shard"]  # each half of the world on its own
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], mesh=mine) as engine:
+        assert engine.world.size == 2 and engine.world.rank == dist.get_rank() % 2
+        trained(model, plain, engine)
+        reference(twin, plain, 2, torch.optim.SGD(twin.parameters(), lr=0.1))
+        away = max(away, distance(engine, model, twin))
+    with pytest.raises(plumb.Error, match="leave world= out"):
+        plumb.Engine(model, plumb.SGD(lr=0.1), mesh=mesh, world=plumb.world())
+    return away
+
+
+@pytest.mark.parametrize("shape,strategy", [((4,), "zero3"), ((2, 2), "zero3"), ((4,), "ddp")])
+def test_a_device_mesh_says_who_takes_part(shape: tuple[int, ...], strategy: str) -> None:
+    for away in plumb.spawn(_over_a_mesh, 4, (shape, strategy)):
+        assert away <= 1e-10
