@@ -14,6 +14,7 @@
 
 #include <plumb/error.h>
 #include <plumb/optim.h>
+#include <plumb/save.h>
 #include <plumb/strategy.h>
 #include <plumb/world.h>
 
@@ -30,8 +31,6 @@ class Module;
 }
 
 namespace plumb {
-
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 struct LossScale {
   double initial = 65536.0;
@@ -50,6 +49,10 @@ struct LossScale {
 // Shard(0)).
 enum class Cut { anywhere, at_parameters, at_rows };
 
+// What step() does when a gradient is not finite, once all ranks have told each other: an update as if nothing were wrong,
+// no update at all, or an Error on every rank that names the parameters.
+enum class NonFinite { proceed, skip, error };
+
 struct Options {
   std::string strategy = "ddp";  // a row of the placement table
   Mesh mesh;                     // the axes that sharding and replication run over; by default the strategy's own
@@ -67,6 +70,7 @@ struct Options {
   // once: those that are kept over a step are the true ones until the next backward, which adds to them as it should.
   // When a gradient of any rank is not finite, every rank skips the update and lowers the scale alike.
   std::optional<LossScale> loss_scale;
+  NonFinite nonfinite = NonFinite::proceed;  // with loss_scale, which skips such steps: unless it is `error`
   Schedule schedule;
   std::vector<ParameterGroup> groups;
   // no_sync with sharded gradients. Off: each backward is reduced all the same, and no rank ever holds a whole
@@ -221,6 +225,26 @@ class Engine {
   // The same of Options::groups[group], which has a rate of its own once it was set.
   double lr(int group) const;
   void set_lr(int group, double lr);
+
+  // Saves all that a run needs to go on bit for bit, as one new checkpoint in `folder`, which all ranks share; its path.
+  // Complete or absent, whatever happens: an Error, on every rank, leaves the engine and earlier checkpoints as they were,
+  // and training may go on. Collective; between steps.
+  std::string save(const std::string& folder, const SaveOptions& options = {});
+  // The same of the state right now, written while training goes on. One at a time: the next one ends this first. What
+  // fails is thrown by the next step() or finish_save().
+  void save_in_background(const std::string& folder, const SaveOptions& options = {});
+  // Waits for it; its path, empty where nothing was saved. Collective.
+  std::string finish_save();
+
+  // Goes on from a checkpoint, or from the newest complete one in a folder of them, whatever world and strategy wrote it.
+  // Unless every saved byte is read and every place is filled, an Error on every rank, before anything is changed.
+  // Gradients are forgotten. Collective; between steps.
+  LoadInfo load(const std::string& path, const LoadOptions& options = {});
+  // Only the weights and buffers, of a checkpoint or a safetensors file (or a folder of them); other dtypes are converted.
+  // The optimizer and the step stay as they are. Collective.
+  LoadInfo load_weights(const std::string& path, const LoadOptions& options = {});
+
+  int64_t steps() const;  // taken so far, by the runs before this one too
 
   // In deterministic mode, what a share's mean loss counts: ranks / virtual_ranks. A rank's backwards of one step add up,
   // and only with this weight is the sum over all shares their mean, the same on every number of ranks. Otherwise 1.

@@ -8,6 +8,7 @@
 
 #include "engine/impl.h"
 #include "engine/owners.h"
+#include "engine/saving.h"
 #include "grad/backward.h"
 #include "grad/manifest.h"
 #include "grad/mode.h"
@@ -167,6 +168,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
 }
 
 Engine::Impl::~Impl() {
+  saving.reset();
   reducer->stop();
   Owners::all().release(this);
 }

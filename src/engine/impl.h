@@ -13,6 +13,8 @@
 
 namespace plumb {
 
+class Saving;
+
 struct Engine::Impl {
   World world;
   Options options;
@@ -23,6 +25,8 @@ struct Engine::Impl {
   std::shared_ptr<Reducer> reducer;
 
   std::shared_ptr<Units> units;  // null: all parameters are whole
+
+  std::shared_ptr<Saving> saving;  // from the first save on
 
   Impl(World world, NamedTensors parameters, NamedTensors buffers, std::vector<UnitSpec> specs, Optimizer optimizer,
        Options options);
@@ -40,6 +44,7 @@ struct Engine::Impl {
   void broadcast(const NamedTensors& tensors, const Where& where);
   // Some steps cannot be captured into a graph of a device.
   void check_capture() const;
+  [[noreturn]] void refuse_nonfinite();
   NormOrder norm_order() const { return options.deterministic ? NormOrder::exact : NormOrder::any; }
   void publish(const std::vector<at::Tensor>& changed);
 };

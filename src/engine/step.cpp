@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "engine/impl.h"
+#include "engine/saving.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
 
@@ -10,6 +11,7 @@ namespace plumb {
 
 StepInfo Engine::Impl::begin_step() {
   nn::raise_complaint(world.rank());
+  if (saving) saving->poll();
   if (in_step) throw Error(world.rank(), "a step is under way already; end_step() ends it");
   const bool pieces = reducer->shards(reducer->row().gradient);
   reducer->settings = updater->rates().settings();
@@ -33,10 +35,11 @@ StepInfo Engine::Impl::begin_step() {
   // Whatever may refuse the step does so before a gradient or a parameter is changed.
   if (units) units->begin_update();
   updater->prepare(reducer->buckets());
-  if (scaler.on()) {
+  if (scaler.on() || options.nonfinite != NonFinite::proceed) {
     info.skipped = !gradients_are_finite(reducer->buckets(), pieces, reducer->shard(),
                                          reducer->here(Where::Kind::step, "whether all gradients are finite"));
   }
+  if (info.skipped && options.nonfinite == NonFinite::error) refuse_nonfinite();
   if (!info.skipped) {
     scaler.unscale(reducer->buckets());
     const double weight = reducer->take_weight_factor();
@@ -107,12 +110,35 @@ void Engine::end_step() {
   impl_->end_step();
 }
 
+// Names who is not finite, alike on every rank. The step may be taken again with other gradients.
+void Engine::Impl::refuse_nonfinite() {
+  constexpr size_t most = 5;  // names in a message
+  std::vector<int64_t> finite = finite_sinks(reducer->buckets(), reducer->sinks().size());
+  for (const auto& theirs :
+       reducer->control().exchange(finite, reducer->here(Where::Kind::step, "what is not finite"))) {
+    for (size_t i = 0; i < finite.size(); ++i) finite[i] = std::min(finite[i], theirs[i]);
+  }
+  std::string names;
+  size_t count = 0;
+  for (const Sink& sink : reducer->sinks()) {
+    if (finite[sink.index] != 0 || ++count > most) continue;
+    names += (names.empty() ? "'" : ", '") + sink.name + "'";
+  }
+  if (units) units->end_update();
+  throw Error(world.rank(), "step " + std::to_string(reducer->steps()) + ": the gradient of " + names +
+                                (count > most ? " and " + std::to_string(count - most) + " more" : "") +
+                                " is not finite, and Options::nonfinite is error: nothing was updated");
+}
+
 void Engine::Impl::check_capture() const {
-  if (!options.loss_scale && !(options.deterministic && options.clip_norm)) return;
+  if (!options.loss_scale && options.nonfinite == NonFinite::proceed && !(options.deterministic && options.clip_norm))
+    return;
   reducer->for_devices([&](c10::Device device) {
     if (!capturing(device)) return;
     throw Error(world.rank(), std::string("step() cannot be captured into a graph with ") +
-                                  (options.loss_scale ? "loss scaling" : "deterministic clipping") +
+                                  (options.loss_scale                        ? "loss scaling"
+                                   : options.nonfinite != NonFinite::proceed ? "a look at gradients that are not finite"
+                                                                             : "deterministic clipping") +
                                   ": the host decides by numbers of the device");
   });
 }

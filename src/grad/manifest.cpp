@@ -80,6 +80,7 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
   say(lines, "accumulate_dtype", options.accumulate_dtype);
   say(lines, "master_weights", options.master_weights);
   say(lines, "clip_norm", options.clip_norm);
+  say(lines, "nonfinite", static_cast<int>(options.nonfinite));
   say(lines, "hold_unsharded", options.hold_unsharded);
   say(lines, "deterministic", options.deterministic);
   say(lines, "virtual_ranks", options.virtual_ranks);

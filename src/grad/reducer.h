@@ -85,6 +85,15 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // What the user may set between steps, by name: must be the same on every rank at a step.
   Settings settings;
 
+  // The run goes on after `steps` steps.
+  void resume(int64_t steps);
+  // Where gradients may still move, they lie in this order from now on, if it names every parameter. Collective; between
+  // steps.
+  void arrange(const std::vector<std::string>& order);
+  std::vector<std::string> order() const;  // of the parameters in the buckets
+  // An Error if a backward has begun whose step has not ended.
+  void check_between_steps(const std::string& what) const;
+
   // Every rank is in the same call that writes these parameters; an Error on every rank otherwise. Its description.
   Where agree_to_write(const std::vector<at::Tensor>& parameters);
   // An Error if gradients (of one bucket) have not been reduced yet, which `what` would need.

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "grad/reducer.h"
 
@@ -83,6 +84,51 @@ void Reducer::finish_step() {
   weights_.forget();
   ++steps_;
   passes_ = 0;
+}
+
+void Reducer::check_between_steps(const std::string& what) const {
+  Lock lock(mutex_);
+  check_alive();
+  if (!pass_ && passes_ == 0 && !held_) return;
+  throw Error(team_.rank(),
+              what + " after " + std::to_string(passes_) +
+                  " backwards of a step that has not ended; gradients are not part of a checkpoint: call it "
+                  "after step(), before the next backward");
+}
+
+std::vector<std::string> Reducer::order() const {
+  std::vector<std::string> names;
+  for (const Bucket& bucket : buckets_) {
+    for (const Sink* sink : bucket.sinks) names.push_back(sink->name);
+  }
+  return names;
+}
+
+void Reducer::resume(int64_t steps) {
+  Lock lock(mutex_);
+  steps_ = steps;
+  passes_ = 0;
+  gradients_agreed();
+}
+
+void Reducer::arrange(const std::vector<std::string>& order) {
+  Lock lock(mutex_);
+  const bool movable = !team_.shards(team_.row().parameter) && (steps_ == 0 || !team_.shards(team_.row().state));
+  if (rebuilt_ || !movable) return;
+  std::unordered_map<std::string, int> index;
+  for (const Sink& sink : sinks()) index[sink.name] = sink.index;
+  std::vector<int> indices;
+  for (const std::string& name : order) {
+    const auto found = index.find(name);
+    if (found == index.end()) continue;
+    indices.push_back(found->second);
+    index.erase(found);
+  }
+  if (!index.empty()) return;
+  rebuilt_ = true;
+  buckets_.rebuild(members_.sinks(), indices, here(Where::Kind::rebuild, "the gradients in their saved order"));
+  laid_out();
+  gradients_agreed();
 }
 
 void Reducer::remember_parameters() { changes_.remember_parameters(sinks()); }

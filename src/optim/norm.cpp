@@ -156,6 +156,21 @@ bool gradients_are_finite(const std::deque<Bucket>& buckets, bool sharded, Group
   return bad.item<float>() == 0.0F;
 }
 
+std::vector<int64_t> finite_sinks(const std::deque<Bucket>& buckets, size_t sinks) {
+  at::NoGradGuard no_grad;
+  std::vector<int64_t> finite(sinks, 1);
+  for (const Bucket& bucket : buckets) {
+    for (const Sink* sink : bucket.sinks) {
+      if (!sink->grad().defined() || !bucket.gradient.defined()) continue;
+      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.kept);
+      if (mine.size() == 0) continue;
+      const at::Tensor held = bucket.gradient.narrow(0, mine.begin - bucket.kept.begin, mine.size());
+      finite[sink->index] = at::isfinite(held).all().item<bool>() ? 1 : 0;
+    }
+  }
+  return finite;
+}
+
 void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor) {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets) {

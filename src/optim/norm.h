@@ -27,6 +27,9 @@ void clip_gradients(std::deque<Bucket>& buckets, const at::Tensor& norm, double 
 // Whether every gradient of these buckets is finite, on every rank of `shard` where they are parts.
 bool gradients_are_finite(const std::deque<Bucket>& buckets, bool sharded, Group& shard, const Where& where);
 
+// By sink: whether its gradient is finite, as far as this rank holds it.
+std::vector<int64_t> finite_sinks(const std::deque<Bucket>& buckets, size_t sinks);
+
 // Scales all gradients.
 void scale_gradients(std::deque<Bucket>& buckets, const at::Tensor& factor);
 

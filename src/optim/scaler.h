@@ -31,6 +31,16 @@ class Scaler {
   // A step has ended. One decision for all ranks: they all know whether it was skipped.
   void settle(bool skipped);
 
+  // For checkpoints.
+  int64_t good_steps() const { return good_steps_; }
+  int64_t patience() const { return patience_; }
+  void restore(double scale, int64_t good_steps, int64_t patience) {
+    *scale_ = scale;
+    good_steps_ = good_steps;
+    patience_ = patience;
+    of_gradients_ = 1.0;
+  }
+
  private:
   std::optional<LossScale> rule_;
   std::shared_ptr<double> scale_;  // graphs that the user keeps look at it, too

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "optim/rules.h"
 
@@ -222,6 +223,70 @@ void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledge
     }
   }
   for (Pending& gather : gathers) gather.wait(where);
+}
+
+Updater::Memory Updater::memory_of(const Sink& sink) const {
+  if (static_cast<size_t>(sink.index) >= states_.size()) return {};
+  const State& state = states_[sink.index];
+  if (!state.weight.defined()) return {};
+  Memory memory{.momentum = state.momentum, .mean = state.mean, .square = state.square, .updates = state.steps};
+  // Replays of a captured step count on the device alone.
+  if (state.count.defined()) memory.updates = std::max(memory.updates, state.count.item().toLong());
+  if (state.weight.scalar_type() != sink.parameter.scalar_type()) memory.master = state.weight;
+  return memory;
+}
+
+Updater::Kept Updater::kept_of(const at::Tensor& parameter) const {
+  const bool half = is_half(parameter.scalar_type());
+  const Moments moments = moments_of(optimizer_);
+  const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
+  return {{{"master", updates && half && master_weights_},
+           {"momentum", moments.momentum},
+           {"mean", moments.mean},
+           {"square", moments.square}},
+          half ? at::kFloat : parameter.scalar_type()};
+}
+
+void Updater::make_room(std::deque<Bucket>& buckets, const std::vector<int64_t>& updates) {
+  if (std::holds_alternative<NoOptimizer>(optimizer_)) return;
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    const auto wanted = [&](const Sink* sink) { return updates[sink->index] > 0; };
+    if (std::any_of(bucket.sinks.begin(), bucket.sinks.end(), wanted)) flats_of(bucket);
+  }
+}
+
+void Updater::forget(std::deque<Bucket>& buckets, const std::vector<int64_t>& updates) {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    for (const Sink* sink : bucket.sinks) {
+      if (static_cast<size_t>(sink->index) >= states_.size()) continue;
+      State& state = states_[sink->index];
+      state.steps = updates[sink->index];
+      state.graphs = 0;
+      if (state.count.defined()) state.count.fill_(state.steps);
+      for (const at::Tensor& moment : {state.momentum, state.mean, state.square}) {
+        if (moment.defined()) moment.zero_();
+      }
+      // A master that rounds to nothing follows its parameter.
+      if (memory_of(*sink).master.defined()) state.weight.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+}
+
+void Updater::filled(std::deque<Bucket>& buckets) {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    const auto index = static_cast<size_t>(bucket.index);
+    if (index >= flats_.size() || !flats_[index].parameter.defined()) continue;
+    for (const Sink* sink : bucket.sinks) {
+      State& state = states_[sink->index];
+      if (!state.weight.defined()) continue;
+      // The parameter's memory may have been exchanged by the user; its values come home.
+      state.version = ~sink->parameter._version();
+      follow_user(bucket, *sink, flats_[index]);
+    }
+  }
 }
 
 // One more update of every member that has a gradient.

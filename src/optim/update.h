@@ -20,6 +20,7 @@ class Updater {
   Updater(int rank, Optimizer optimizer, const Options& options, const NamedTensors& parameters);
 
   Rates& rates() { return rates_; }
+  const Optimizer& optimizer() const { return optimizer_; }
 
   // Everything that may refuse a step, before it changes anything: lays out memory, and follows what the user did to
   // parameters since the last one.
@@ -34,6 +35,25 @@ class Updater {
   bool is_users() const { return std::holds_alternative<UserOptimizer>(optimizer_); }
   std::vector<Piece> lend(std::deque<Bucket>& buckets);
   void take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where);
+
+  // For checkpoints: what is remembered of one parameter, this rank's part of each; undefined: nothing, or not kept.
+  struct Memory {
+    at::Tensor master, momentum, mean, square;
+    int64_t updates = 0;
+  };
+  Memory memory_of(const Sink& sink) const;
+  // What is kept of a parameter once it was updated: by the names of Memory's fields, and in which dtype.
+  struct Kept {
+    std::vector<std::pair<std::string, bool>> names;
+    at::ScalarType dtype = at::kFloat;
+  };
+  Kept kept_of(const at::Tensor& parameter) const;
+  // There is memory for parameters that were updated so often, by sink. Changes no value.
+  void make_room(std::deque<Bucket>& buckets, const std::vector<int64_t>& updates);
+  // Everything is as before the first update, but the counts: memory is about to be filled.
+  void forget(std::deque<Bucket>& buckets, const std::vector<int64_t>& updates);
+  // Parameters and memory were filled: they belong together as they are.
+  void filled(std::deque<Bucket>& buckets);
 
  private:
   // The optimizer's memory of one parameter: its parts of the flat tensors, and how often it was updated.

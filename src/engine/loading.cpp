@@ -1,0 +1,563 @@
+#include "engine/loading.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <set>
+
+#include "grad/mode.h"
+#include "save/folder.h"
+#include "save/xxh3.h"
+
+namespace plumb {
+
+using save::Json;
+using save::Kind;
+using save::SavedTensor;
+
+namespace {
+
+std::string described(const std::string& dtype, const std::vector<int64_t>& shape) {
+  return c10::str(dtype, " ", at::IntArrayRef(shape));
+}
+
+std::string title_of(const SavedSlot& slot) {
+  SavedTensor tensor;
+  tensor.kind = slot.kind;
+  tensor.name = slot.name;
+  tensor.key = slot.key;
+  return tensor.title();
+}
+
+// Every rank is between steps, and nobody uses a unit's parameters.
+void check_idle(Engine::Impl& impl, const std::string& call) {
+  impl.reducer->check_between_steps(call);
+  if (impl.in_step) throw Error(call + " inside of a step; end_step() ends it");
+  if (impl.units) impl.units->begin_update();
+}
+
+// The checkpoint that rank 0 means, as this rank spells it; an Error on every rank where one cannot load now.
+std::string agreed_path(Engine::Impl& impl, const std::string& path, const std::string& call, const Where& where) {
+  std::string mine = "+";
+  try {
+    check_idle(impl, call);
+    if (impl.world.rank() == 0 && call == "load()") {
+      std::vector<std::string> skipped;
+      const auto found = save::newest_in(path, &skipped);
+      if (!found) {
+        std::string why = "there is no complete checkpoint in '" + path + "'";
+        for (const std::string& one : skipped) why += "; " + one;
+        throw Error(why);
+      }
+      if (*found != path) mine += found->substr(path.size());
+    }
+  } catch (const std::exception& error) {
+    mine = std::string("-") + error.what();
+  }
+  if (impl.units) impl.units->end_update();
+  const auto all = exchange_text(impl.world, mine, where);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].starts_with("-")) continue;
+    const std::string why = all[rank].substr(all[rank].starts_with("-plumb: ") ? 8 : 1);
+    throw Error(impl.world.rank(),
+                call + " failed" + (all.size() > 1 ? " on rank " + std::to_string(rank) + ": " : ": ") + why);
+  }
+  return path + all[0].substr(1);
+}
+
+// What one rank finds, all of them throw.
+std::vector<std::string> all_ranks(const World& world, std::function<std::string()> work, const Where& where) {
+  try {
+    return *together(world, Task(std::move(work)), Wait::yes, where);
+  } catch (const TaskError& error) {
+    throw Error(world.rank(), error.what());
+  }
+}
+
+at::Tensor read_range(const save::Checkpoint& checkpoint, const SavedTensor& tensor, int64_t begin, int64_t end) {
+  const at::Tensor value = at::empty({end - begin}, dtype_of(tensor.dtype));
+  checkpoint.read(tensor, begin, end, value.mutable_data_ptr());
+  return value;
+}
+
+// Elements [begin, end) of a tensor whose memory may lie in another order here.
+at::Tensor read_slot(const save::Checkpoint& checkpoint, const SavedTensor& tensor, const at::Tensor& like,
+                     int64_t begin, int64_t end) {
+  SavedSlot slot;
+  slot.owner = like;
+  const std::vector<int64_t> live = slot.strides();
+  if (live == tensor.strides || begin == end) return read_range(checkpoint, tensor, begin, end);
+  const auto in_order = [&](const at::Tensor& flat, const std::vector<int64_t>& strides) {
+    return strides.empty() ? flat.view(tensor.shape) : flat.as_strided(tensor.shape, strides);
+  };
+  const at::Tensor saved = read_range(checkpoint, tensor, 0, tensor.numel());
+  const at::Tensor ours = at::empty_like(saved);
+  in_order(ours, live).copy_(in_order(saved, tensor.strides));
+  return ours.narrow(0, begin, end - begin).clone();
+}
+
+void copy_into(const SavedSlot& slot, const at::Tensor& value) {
+  // A buffer that was made under InferenceMode can be written only there.
+  std::optional<c10::InferenceMode> mode;
+  if (slot.owner.is_inference()) mode.emplace();
+  if (slot.memory.defined()) {
+    slot.memory.copy_(value);
+  } else {
+    slot.owner.detach().copy_(value.view(slot.owner.sizes()));
+  }
+}
+
+}  // namespace
+
+std::vector<at::Generator> saved_generators() {
+  std::vector<at::Generator> all = {at::detail::getDefaultCPUGenerator()};
+  if (!at::hasCUDA()) return all;
+  const auto& hooks = at::detail::getCUDAHooks();
+  if (hooks.deviceCount() > 0) {
+    all.push_back(at::globalContext().defaultGenerator(
+        at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(hooks.getCurrentDevice()))));
+  }
+  return all;
+}
+
+std::string LoadInfo::table() const {
+  std::string text;
+  for (const Mismatch& one : mismatches) {
+    const char* kind = one.kind == Mismatch::Kind::missing ? "missing   "
+                       : one.kind == Mismatch::Kind::extra ? "extra     "
+                                                           : "reshaped  ";
+    text += kind + one.what;
+    if (!one.saved.empty()) text += "  saved " + one.saved;
+    if (!one.live.empty()) text += "  here " + one.live;
+    text += "\n";
+  }
+  return text;
+}
+
+Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer)
+    : impl_(impl) {
+  at::NoGradGuard no_grad;
+  const Where where = impl.reducer->here(Where::Kind::step, "load()");
+  info_.path = agreed_path(impl, path, "load()", where);
+  const auto on_all_ranks = [&](std::function<std::string()> work) {
+    return all_ranks(impl.world, std::move(work), where);
+  };
+  const auto manifests = on_all_ranks([this] {
+    checkpoint_ = std::make_unique<save::Checkpoint>(info_.path);
+    const std::string text = checkpoint_->manifest().write();
+    return save::hex(save::xxh3(text.data(), text.size()));
+  });
+  const save::Manifest& manifest = checkpoint_->manifest();
+  info_.step = manifest.step;
+  info_.samples = manifest.samples;
+  // Each rank compares with its own engine; what one of them finds, all of them throw.
+  on_all_ranks([&, outer] {
+    if (std::any_of(manifests.begin(), manifests.end(), [&](const auto& one) { return one != manifests[0]; })) {
+      throw Error("the ranks see different checkpoints at '" + info_.path + "'");
+    }
+    compare(options, outer);
+    return std::string();
+  });
+  std::vector<std::string> order;
+  for (const Json& name : manifest.engine_field("order").array("'order'"))
+    order.push_back(name.text("a name of 'order'"));
+  if (manifest.step > 0) impl.reducer->arrange(order);
+  std::vector<int64_t> updates;
+  for (const Sink& sink : impl.reducer->sinks()) {
+    const auto found = updates_.find(sink.name);
+    updates.push_back(found == updates_.end() ? 0 : found->second);
+  }
+  impl.updater->make_room(impl.reducer->buckets(), updates);
+  on_all_ranks([&] {
+    read(options);
+    return std::string();
+  });
+}
+
+// The saved tensor for a place of this engine, if they agree.
+void Loading::expect(const SavedTensor* saved, const SavedSlot& slot) {
+  const std::string dtype = dtype_name(slot.dtype(), title_of(slot));
+  if (saved == nullptr) {
+    info_.mismatches.push_back({Mismatch::Kind::missing, title_of(slot), "", described(dtype, slot.shape())});
+  } else if (saved->dtype != dtype || saved->shape != slot.shape()) {
+    info_.mismatches.push_back({Mismatch::Kind::reshaped, title_of(slot), described(saved->dtype, saved->shape),
+                                described(dtype, slot.shape())});
+  }
+}
+
+void Loading::compare(const LoadOptions& options, OuterState outer) {
+  const save::Manifest& manifest = checkpoint_->manifest();
+  std::map<std::string, const SavedTensor*> saved;  // by title
+  for (const SavedTensor& tensor : manifest.tensors) saved[tensor.title()] = &tensor;
+  std::set<std::string> known;
+  const auto take = [&](const SavedSlot& slot) {
+    known.insert(title_of(slot));
+    const auto found = saved.find(title_of(slot));
+    expect(found == saved.end() ? nullptr : found->second, slot);
+  };
+  const auto mismatch = [&](Mismatch::Kind kind, const std::string& what, const std::string& there = "",
+                            const std::string& here = "") { info_.mismatches.push_back({kind, what, there, here}); };
+  const auto lookup = [&](Kind kind, const std::string& name, const at::Tensor& like, at::ScalarType dtype,
+                          const std::string& key = "") {
+    SavedSlot slot;
+    slot.kind = kind;
+    slot.name = name;
+    slot.key = key;
+    slot.owner = like;
+    slot.memory = at::empty({0}, dtype);
+    take(slot);
+  };
+
+  std::map<std::string, at::Tensor> parameters;
+  for (const auto& [name, parameter] : impl_.parameters) {
+    parameters[name] = parameter;
+    lookup(Kind::weight, name, parameter, parameter.scalar_type());
+  }
+  for (const auto& [name, buffer] : impl_.buffers) {
+    if (buffer.defined()) lookup(Kind::buffer, name, buffer, buffer.scalar_type());
+  }
+
+  // The engine's own optimizer.
+  const std::string optimizer = manifest.engine_field("optimizer").text("'optimizer'");
+  const std::string mine = optimizer_name(impl_.updater->optimizer());
+  const bool outers = mine == optimizer_name(NoOptimizer{}) || mine == optimizer_name(UserOptimizer{});
+  const bool theirs = optimizer == optimizer_name(NoOptimizer{}) || optimizer == optimizer_name(UserOptimizer{});
+  if (optimizer != mine && !(outers && theirs)) {
+    mismatch(Mismatch::Kind::reshaped, "the optimizer", optimizer, mine);
+  }
+  std::set<std::string> trained;
+  for (const Sink& sink : impl_.reducer->sinks()) trained.insert(sink.name);
+  for (const auto& [name, count] : manifest.engine_field("updates").object("'updates'")) {
+    const int64_t updates = count.integer("the updates of '" + name + "'");
+    const auto found = parameters.find(name);
+    if (found == parameters.end()) continue;  // its weight is extra already
+    if (!trained.contains(name)) {
+      mismatch(Mismatch::Kind::extra, "optimizer state of '" + name + "'", std::to_string(updates) + " updates",
+               "frozen");
+      continue;
+    }
+    // A parameter that an outer optimizer updates is counted only where it has a master or is updated in pieces.
+    if (mine != optimizer_name(NoOptimizer{})) updates_[name] = updates;
+    const at::Tensor& parameter = found->second;
+    const Updater::Kept kept = impl_.updater->kept_of(parameter);
+    for (const auto& [key, there] : kept.names) {
+      if (there) lookup(Kind::optimizer, name, parameter, kept.dtype, key);
+    }
+  }
+  if (mine == optimizer_name(UserOptimizer{}) && theirs && manifest.step > 0) {
+    for (const auto& name : trained) updates_.try_emplace(name, 0);
+  }
+
+  // Somebody else's.
+  for (const SavedTensor& tensor : manifest.tensors) {
+    if (tensor.kind != Kind::optimizer && tensor.kind != Kind::optimizer_value) continue;
+    if (known.contains(tensor.title()) || outer == OuterState::none) continue;
+    const auto found = parameters.find(tensor.name);
+    if (found == parameters.end()) continue;
+    if (tensor.kind == Kind::optimizer && tensor.shape != found->second.sizes().vec()) {
+      mismatch(Mismatch::Kind::reshaped, tensor.title(), described(tensor.dtype, tensor.shape),
+               c10::str(found->second.sizes()));
+    } else {
+      outers_.push_back(&tensor);
+    }
+    known.insert(tensor.title());
+  }
+  const Json& text = manifest.engine_field("outer");
+  if (outer == OuterState::taken) {
+    if (text.is_null()) {
+      mismatch(Mismatch::Kind::missing, "the state of the torch.optim optimizer");
+    } else {
+      outer_.text = text.write();
+    }
+  } else if (!text.is_null()) {
+    mismatch(Mismatch::Kind::extra, "the state of a torch.optim optimizer");
+  }
+
+  // Extras, by name.
+  std::set<std::string> asked, there;
+  for (const Extra& extra : options.extras) asked.insert(extra.name);
+  for (const Json& name : manifest.engine_field("extras").array("'extras'")) there.insert(name.text("an extra's name"));
+  for (const std::string& name : there) {
+    if (!asked.contains(name)) mismatch(Mismatch::Kind::extra, "extra '" + name + "'");
+  }
+  for (const std::string& name : asked) {
+    if (!there.contains(name)) mismatch(Mismatch::Kind::missing, "extra '" + name + "'");
+  }
+  for (const SavedTensor& tensor : manifest.tensors) {
+    if (tensor.kind == Kind::extra || tensor.kind == Kind::generator) known.insert(tensor.title());
+  }
+  for (const SavedTensor& tensor : manifest.tensors) {
+    if (!known.contains(tensor.title())) {
+      mismatch(Mismatch::Kind::extra, tensor.title(), described(tensor.dtype, tensor.shape));
+    }
+  }
+
+  // Settings.
+  const bool scaled = !manifest.engine_field("loss_scale").is_null();
+  if (scaled && !impl_.scaler.on()) mismatch(Mismatch::Kind::extra, "the loss scale");
+  if (!scaled && impl_.scaler.on()) mismatch(Mismatch::Kind::missing, "the loss scale");
+  const auto groups = manifest.engine_field("group_lrs").array("'group_lrs'").size();
+  if (groups != impl_.options.groups.size()) {
+    mismatch(Mismatch::Kind::reshaped, "the parameter groups", std::to_string(groups),
+             std::to_string(impl_.options.groups.size()));
+  }
+  if (impl_.options.deterministic) {
+    const int64_t shares = manifest.engine_field("virtual_ranks").integer("'virtual_ranks'");
+    if (manifest.engine_field("deterministic").boolean("'deterministic'") && shares != impl_.options.virtual_ranks) {
+      mismatch(Mismatch::Kind::reshaped, "virtual_ranks", std::to_string(shares),
+               std::to_string(impl_.options.virtual_ranks));
+    }
+  }
+  if (options.strict && !info_.mismatches.empty()) {
+    throw Error("the checkpoint '" + info_.path +
+                "' does not fit this engine, and nothing was loaded (strict = false loads "
+                "what fits):\n" +
+                info_.table());
+  }
+}
+
+void Loading::read(const LoadOptions& options) {
+  const save::Manifest& manifest = checkpoint_->manifest();
+  const auto mismatched = [&](const std::string& what) {
+    return std::any_of(info_.mismatches.begin(), info_.mismatches.end(),
+                       [&](const Mismatch& one) { return one.what == what; });
+  };
+  for (const SavedSlot& slot : slots_of(impl_, updates_)) {
+    const SavedTensor* saved = manifest.find(slot.kind, slot.name, slot.key);
+    if (saved == nullptr || mismatched(title_of(slot))) continue;
+    fillings_.push_back({slot, read_slot(*checkpoint_, *saved, slot.owner, slot.begin, slot.end)});
+  }
+  const bool pieces = impl_.updater->is_users();
+  for (const SavedTensor* saved : outers_) {
+    OuterTensor& one = outer_.tensors.emplace_back();
+    one.parameter = saved->name;
+    one.key = saved->key;
+    if (saved->kind == Kind::optimizer_value) {
+      one.value = read_range(*checkpoint_, *saved, 0, saved->numel()).view(saved->shape);
+      continue;
+    }
+    for (const Sink& sink : impl_.reducer->sinks()) {
+      if (sink.name != saved->name) continue;
+      const Bucket& bucket = impl_.reducer->layout().of(sink);
+      const Range mine = pieces ? overlap(sink.slot, sink.parameter.numel(), bucket.updated) : Range{};
+      one.begin = pieces ? std::clamp<int64_t>(mine.begin - sink.slot.offset, 0, sink.parameter.numel()) : 0;
+      const int64_t end = pieces ? one.begin + mine.size() : sink.parameter.numel();
+      one.value = read_slot(*checkpoint_, *saved, sink.parameter, one.begin, end);
+      one.place = pieces ? OuterTensor::Place::piece : OuterTensor::Place::whole;
+      if (!pieces) one.value = view_in(one.value, 0, sink.parameter);
+    }
+  }
+  const int rank = impl_.world.rank();
+  for (const at::Generator& generator : saved_generators()) {
+    const std::string device = c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true);
+    const SavedTensor* own = manifest.find(Kind::generator, device, "rank " + std::to_string(rank));
+    if (own != nullptr) {
+      generator_names_.push_back(device);
+      generators_.push_back(read_range(*checkpoint_, *own, 0, own->numel()));
+    } else if (const SavedTensor* first = manifest.find(Kind::generator, device, "rank 0")) {
+      // A rank that was not there before: numbers of its own, the same whenever this is loaded.
+      const at::Tensor bits = read_range(*checkpoint_, *first, 0, first->numel());
+      save::Xxh3 hash;
+      hash.add(bits.const_data_ptr(), bits.nbytes());
+      hash.add(&rank, sizeof(rank));
+      at::Generator fresh = generator.clone();
+      fresh.set_current_seed(hash.value());
+      generator_names_.push_back(device);
+      generators_.push_back(fresh.get_state());
+    }
+  }
+  for (const SavedTensor& tensor : manifest.tensors) {
+    if (tensor.kind == Kind::extra) {
+      const at::Tensor value = read_range(*checkpoint_, tensor, 0, tensor.numel());
+      extras_[tensor.name].emplace_back(tensor.key, value.view(tensor.shape));
+    } else if (tensor.kind == Kind::generator && rank == 0) {
+      checkpoint_->verify(tensor);  // of ranks that are no more
+    }
+  }
+  // The user's own may refuse, too.
+  for (const Extra& extra : options.extras) {
+    if (!mismatched("extra '" + extra.name + "'")) extra.load(extras_[extra.name]);
+  }
+}
+
+void Loading::restore_settings() {
+  const save::Manifest& manifest = checkpoint_->manifest();
+  Rates& rates = impl_.updater->rates();
+  const bool trains = !std::holds_alternative<NoOptimizer>(impl_.updater->optimizer()) && !impl_.updater->is_users();
+  if (trains) {
+    rates.set_lr(manifest.engine_field("lr").number("'lr'"));
+    const auto& groups = manifest.engine_field("group_lrs").array("'group_lrs'");
+    for (size_t i = 0; i < std::min(groups.size(), impl_.options.groups.size()); ++i) {
+      const double lr = groups[i].number("'group_lrs'");
+      if (rates.lr(static_cast<int>(i)) != lr) rates.set_lr(static_cast<int>(i), lr);
+    }
+  }
+  const Json& scale = manifest.engine_field("loss_scale");
+  if (impl_.scaler.on() && !scale.is_null()) {
+    impl_.scaler.restore(scale.at("scale", "the loss scale").number("the loss scale"),
+                         scale.at("good_steps", "the loss scale").integer("the loss scale's good steps"),
+                         scale.at("patience", "the loss scale").integer("the loss scale's patience"));
+  }
+}
+
+void Loading::apply() {
+  const TrainingMode training;
+  at::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : impl_.parameters) parameter.mutable_grad().reset();
+  if (impl_.units) impl_.units->begin_update();
+  std::deque<Bucket>& buckets = impl_.reducer->buckets();
+  for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
+  std::vector<int64_t> updates;
+  for (const Sink& sink : impl_.reducer->sinks()) {
+    const auto found = updates_.find(sink.name);
+    updates.push_back(found == updates_.end() ? 0 : found->second);
+  }
+  impl_.updater->forget(buckets, updates);
+  for (const Filling& filling : fillings_) copy_into(filling.slot, filling.value);
+  for (const Sink& sink : impl_.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
+  impl_.updater->filled(buckets);
+  restore_settings();
+  std::vector<at::Generator> generators = saved_generators();
+  for (at::Generator& generator : generators) {
+    const std::string device = c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true);
+    for (size_t i = 0; i < generators_.size(); ++i) {
+      if (generator_names_[i] != device) continue;
+      std::lock_guard lock(generator.mutex());
+      generator.set_state(generators_[i]);
+    }
+  }
+  for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
+  if (impl_.units) impl_.units->end_update();
+  impl_.reducer->remember_parameters();
+  impl_.reducer->resume(info_.step);
+  impl_.reducer->let_go_of_gradients();
+}
+
+// ---- weights alone
+
+namespace {
+
+// Weights and buffers by name, wherever they lie.
+class WeightSource {
+ public:
+  explicit WeightSource(const std::string& path) {
+    if (const auto found = save::newest_in(path)) {
+      checkpoint_ = std::make_unique<save::Checkpoint>(*found);
+      for (const SavedTensor& tensor : checkpoint_->manifest().tensors) {
+        if (tensor.kind == Kind::weight || tensor.kind == Kind::buffer) saved_[tensor.name] = &tensor;
+      }
+      return;
+    }
+    std::vector<std::string> files;
+    if (save::is_folder(path)) {
+      for (const std::string& name : save::names_in(path)) {
+        if (name.ends_with(".safetensors")) files.push_back(path + "/" + name);
+      }
+    } else {
+      files.push_back(path);
+    }
+    if (files.empty()) throw Error("there is no checkpoint and no safetensors file in '" + path + "'");
+    for (const std::string& file : files) files_.emplace_back(file);
+    for (const save::TensorFile& file : files_) {
+      for (const save::TensorInFile& tensor : file.tensors()) {
+        if (!plain_.try_emplace(tensor.name, &file, &tensor).second) {
+          throw Error("tensor '" + tensor.name + "' stands in two files of '" + path + "'");
+        }
+      }
+    }
+  }
+  WeightSource(const WeightSource&) = delete;
+  WeightSource& operator=(const WeightSource&) = delete;
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> all;
+    for (const auto& [name, tensor] : saved_) all.push_back(name);
+    for (const auto& [name, tensor] : plain_) all.push_back(name);
+    return all;
+  }
+  const std::vector<int64_t>* shape(const std::string& name) const {
+    if (const auto found = saved_.find(name); found != saved_.end()) return &found->second->shape;
+    if (const auto found = plain_.find(name); found != plain_.end()) return &found->second.second->shape;
+    return nullptr;
+  }
+  // Whole, in its shape.
+  at::Tensor read(const std::string& name) const {
+    if (const auto found = saved_.find(name); found != saved_.end()) {
+      const SavedTensor& tensor = *found->second;
+      const at::Tensor flat = read_range(*checkpoint_, tensor, 0, tensor.numel());
+      return tensor.strides.empty() ? flat.view(tensor.shape) : flat.as_strided(tensor.shape, tensor.strides);
+    }
+    const auto& [file, tensor] = plain_.at(name);
+    const at::Tensor value = at::empty(tensor->shape, dtype_of(tensor->dtype));
+    file->read(*tensor, 0, value.mutable_data_ptr(), value.nbytes());
+    return value;
+  }
+
+ private:
+  std::unique_ptr<save::Checkpoint> checkpoint_;
+  std::map<std::string, const SavedTensor*> saved_;
+  std::deque<save::TensorFile> files_;
+  std::map<std::string, std::pair<const save::TensorFile*, const save::TensorInFile*>> plain_;
+};
+
+}  // namespace
+
+LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  const Where where = impl.reducer->here(Where::Kind::step, "load_weights()");
+  LoadInfo info;
+  info.path = agreed_path(impl, path, "load_weights()", where);
+  info.step = impl.reducer->steps();
+  std::unique_ptr<WeightSource> source;
+  std::vector<std::pair<SavedSlot, at::Tensor>> fillings;
+  all_ranks(
+      impl.world,
+      [&] {
+        at::NoGradGuard off;
+        source = std::make_unique<WeightSource>(path);
+        std::set<std::string> known;
+        for (const SavedSlot& slot : slots_of(impl, {})) {
+          known.insert(slot.name);
+          const auto* shape = source->shape(slot.name);
+          if (shape == nullptr) {
+            info.mismatches.push_back(
+                {Mismatch::Kind::missing, title_of(slot), "", c10::str(at::IntArrayRef(slot.shape()))});
+          } else if (*shape != slot.shape()) {
+            info.mismatches.push_back({Mismatch::Kind::reshaped, title_of(slot), c10::str(at::IntArrayRef(*shape)),
+                                       c10::str(at::IntArrayRef(slot.shape()))});
+          } else {
+            const at::Tensor whole = source->read(slot.name);
+            const at::Tensor flat = at::empty({slot.owner.numel()}, whole.options().dtype(slot.owner.scalar_type()));
+            view_in(flat, 0, slot.owner).copy_(whole);
+            fillings.emplace_back(slot, flat.narrow(0, slot.begin, slot.end - slot.begin).clone());
+          }
+        }
+        for (const std::string& name : source->names()) {
+          if (!known.contains(name))
+            info.mismatches.push_back({Mismatch::Kind::extra, "weight '" + name + "'", "", ""});
+        }
+        if (options.strict && !info.mismatches.empty()) {
+          throw Error("the weights at '" + path +
+                      "' do not fit this engine, and nothing was loaded (strict = false loads what "
+                      "fits):\n" +
+                      info.table());
+        }
+        return std::string();
+      },
+      where);
+  for (const auto& [name, parameter] : impl.parameters) parameter.mutable_grad().reset();
+  if (impl.units) impl.units->begin_update();
+  for (Bucket& bucket : impl.reducer->buckets()) bucket.lanes.begin_all(bucket.device());
+  for (const auto& [slot, value] : fillings) copy_into(slot, value);
+  for (const Sink& sink : impl.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
+  for (Bucket& bucket : impl.reducer->buckets()) bucket.lanes.end_all(bucket.device());
+  if (impl.units) impl.units->end_update();
+  impl.updater->filled(impl.reducer->buckets());
+  impl.reducer->remember_parameters();
+  impl.reducer->resume(impl.reducer->steps());
+  return info;
+}
+
+}  // namespace plumb

@@ -1,0 +1,384 @@
+#include "engine/saving.h"
+
+#include <ATen/ATen.h>
+#include <torch/version.h>
+
+#include <chrono>
+#include <ctime>
+#include <filesystem>
+
+#include "engine/impl.h"
+#include "engine/loading.h"
+#include "engine/slots.h"
+#include "save/tensors.h"
+#include "save/xxh3.h"
+
+namespace plumb {
+
+using save::Kind;
+
+// What this rank writes: some elements of one tensor.
+struct Saving::Item {
+  save::SavedTensor tensor;  // without parts
+  at::Tensor memory;         // contiguous, of elements [begin, end)
+  int64_t begin = 0, end = 0;
+  bool whole() const { return begin == 0 && end == tensor.numel(); }
+};
+
+namespace {
+
+std::string file_of(Kind kind) {
+  const bool state = kind == Kind::optimizer || kind == Kind::optimizer_value;
+  return kind == Kind::weight ? "weights" : state ? "optimizer" : "rest";
+}
+
+std::string numbered(int number) {
+  const std::string digits = std::to_string(number);
+  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
+}
+
+std::string now() {
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  std::tm parts{};
+  gmtime_r(&seconds, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text;
+}
+
+at::Tensor on_host(const at::Tensor& tensor, Copy copy) {
+  const at::Tensor there = tensor.to(at::kCPU).contiguous();
+  return copy == Copy::yes && there.is_alias_of(tensor) ? there.clone() : there;
+}
+
+// One file: its header, its tensors, all of it on the disk.
+template <class Items>
+void write_file(const std::string& folder, const std::string& name, const Items& items, save::Manifest& manifest) {
+  std::vector<save::TensorInFile> places;
+  for (const auto& item : items) {
+    places.push_back({item.tensor.in_file(), item.tensor.dtype,
+                      item.whole() && item.tensor.strides.empty() ? item.tensor.shape
+                                                                  : std::vector<int64_t>{item.end - item.begin}});
+  }
+  const std::string head = save::header_of(places, {{"format", "pt"}});
+  save::NewFile file(folder + "/" + name);
+  file.write(head.data(), head.size());
+  const auto number = static_cast<int64_t>(manifest.files.size());
+  uint64_t bytes = head.size();
+  for (const auto& item : items) {
+    const auto count = static_cast<size_t>(item.memory.nbytes());
+    file.write(item.memory.const_data_ptr(), count);
+    bytes += count;
+    save::SavedTensor& tensor = manifest.tensors.emplace_back(item.tensor);
+    tensor.parts = {{number, item.begin, item.end, save::xxh3(item.memory.const_data_ptr(), count)}};
+  }
+  file.finish();
+  manifest.files.push_back({name, bytes, save::xxh3(head.data(), head.size())});
+}
+
+}  // namespace
+
+std::string optimizer_name(const Optimizer& optimizer) {
+  constexpr const char* names[] = {"AdamW", "Adam", "SGD", "RMSprop", "none", "the user's"};
+  return names[optimizer.index()];
+}
+
+// Replicas hold the same items: each writes an equal share of their bytes.
+std::vector<Saving::Item> Saving::shared_out(std::vector<Item> items, int64_t index, int64_t count) {
+  int64_t total = 0;
+  for (const Item& item : items) total += static_cast<int64_t>(item.memory.nbytes());
+  const auto cut = [&](int64_t i) {
+    return static_cast<int64_t>(static_cast<double>(total) / static_cast<double>(count) * static_cast<double>(i));
+  };
+  const int64_t first = index == 0 ? 0 : cut(index), last = index + 1 == count ? total : cut(index + 1);
+  std::vector<Item> mine;
+  int64_t at = 0;
+  for (Item& item : items) {
+    const auto each = static_cast<int64_t>(item.memory.element_size());
+    const int64_t numel = item.end - item.begin;
+    const int64_t begin = std::clamp<int64_t>((first - at + each - 1) / each, 0, numel);
+    const int64_t end = std::clamp<int64_t>((last - at + each - 1) / each, 0, numel);
+    at += numel * each;
+    const bool empty = numel == 0 && item.tensor.numel() == 0 && index == 0;  // somebody says that it is there
+    if (begin >= end && !empty) continue;
+    item.memory = item.memory.narrow(0, begin, end - begin);
+    item.end = item.begin + end;
+    item.begin += begin;
+    mine.push_back(std::move(item));
+  }
+  return mine;
+}
+
+std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Outer* outer, Copy copy) {
+  Reducer& reducer = *impl_.reducer;
+  const Mesh& mesh = reducer.team().mesh();
+  const int rank = impl_.world.rank(), size = impl_.world.size();
+  const int replica = rank / mesh.shard, part = rank % mesh.shard;
+  std::vector<Item> sharded, replicated, own;
+  const auto add = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& like,
+                       const at::Tensor& memory, int64_t begin, const std::vector<int64_t>& strides, bool cut) {
+    Item item;
+    item.tensor = {kind,
+                   name,
+                   key,
+                   dtype_name(memory.scalar_type(), save::to_string(kind) + " '" + name + "'"),
+                   like.sizes().vec(),
+                   strides,
+                   cut,
+                   {}};
+    item.memory = memory;
+    item.begin = begin;
+    item.end = begin + memory.numel();
+    // An empty part of a tensor that has elements is nobody's.
+    if (cut && memory.numel() == 0 && !(like.numel() == 0 && part == 0)) return;
+    (cut ? sharded : replicated).push_back(std::move(item));
+  };
+  for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
+    const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
+    add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded);
+  }
+  for (const OuterTensor& one : outer != nullptr ? outer->tensors : std::vector<OuterTensor>{}) {
+    at::Tensor like = one.value, memory = one.value.detach().contiguous().view({-1});
+    std::vector<int64_t> strides;
+    if (one.place != OuterTensor::Place::other) {
+      for (const auto& [name, parameter] : impl_.parameters) {
+        if (name == one.parameter) like = parameter;
+      }
+      SavedSlot slot;
+      slot.owner = like;
+      strides = slot.strides();
+      if (one.place == OuterTensor::Place::whole) {
+        const at::Tensor flat = at::empty({like.numel()}, one.value.options());
+        view_in(flat, 0, like).copy_(one.value.detach());
+        memory = flat;
+      }
+    }
+    const bool other = one.place == OuterTensor::Place::other;
+    add(other ? Kind::optimizer_value : Kind::optimizer, one.parameter, one.key, like, memory, one.begin, strides,
+        one.place == OuterTensor::Place::piece && mesh.shard > 1);
+  }
+  if (rank == 0) {
+    for (const Extra& extra : options.extras) {
+      for (const auto& [key, value] : extra.save()) {
+        Item item;
+        item.tensor = {
+            Kind::extra,         extra.name, key,   dtype_name(value.scalar_type(), "extra '" + extra.name + "'"),
+            value.sizes().vec(), {},         false, {}};
+        item.memory = value.detach().contiguous().view({-1});
+        item.end = item.memory.numel();
+        own.push_back(std::move(item));
+      }
+    }
+  }
+  for (at::Generator& generator : saved_generators()) {
+    std::lock_guard lock(generator.mutex());
+    Item item;
+    item.memory = generator.get_state().clone();
+    item.end = item.memory.numel();
+    item.tensor = {Kind::generator,
+                   c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true),
+                   "rank " + std::to_string(rank),
+                   "U8",
+                   {item.end},
+                   {},
+                   false,
+                   {}};
+    own.push_back(std::move(item));
+  }
+  std::vector<Item> mine = shared_out(std::move(sharded), replica, mesh.replicate);
+  for (Item& item : shared_out(std::move(replicated), rank, size)) mine.push_back(std::move(item));
+  for (Item& item : own) mine.push_back(std::move(item));
+  for (Item& item : mine) item.memory = on_host(item.memory, copy);
+  return mine;
+}
+
+save::Manifest Saving::manifest(const SaveOptions& options, const Outer* outer) const {
+  using save::Json;
+  save::Manifest manifest;
+  const Reducer& reducer = *impl_.reducer;
+  manifest.step = reducer.steps();
+  manifest.samples = options.samples;
+  manifest.ranks = impl_.world.size();
+  Json::Object updates;
+  for (const auto& [name, count] : updates_of(impl_)) updates.emplace_back(name, count);
+  Json::Array order, group_lrs, extras;
+  for (const std::string& name : reducer.order()) order.emplace_back(name);
+  for (const double lr : impl_.updater->rates().group_lrs()) group_lrs.emplace_back(lr);
+  for (const Extra& extra : options.extras) extras.emplace_back(extra.name);
+  Json scale;
+  if (impl_.scaler.on()) {
+    scale = Json::Object{{"scale", impl_.scaler.scale()},
+                         {"good_steps", impl_.scaler.good_steps()},
+                         {"patience", impl_.scaler.patience()}};
+  }
+  manifest.engine = {{"optimizer", optimizer_name(impl_.updater->optimizer())},
+                     {"lr", impl_.updater->rates().lr()},
+                     {"group_lrs", std::move(group_lrs)},
+                     {"loss_scale", std::move(scale)},
+                     {"deterministic", impl_.options.deterministic},
+                     {"virtual_ranks", impl_.options.virtual_ranks},
+                     {"updates", std::move(updates)},
+                     {"order", std::move(order)},
+                     {"extras", std::move(extras)},
+                     {"outer", outer != nullptr ? Json::parse(outer->text, "the optimizer's state") : Json()}};
+  const Mesh& mesh = impl_.reducer->team().mesh();
+  std::string names;
+  for (const auto& [name, parameter] : impl_.parameters) {
+    names += c10::str(name, " ", parameter.scalar_type(), " ", parameter.sizes(), "\n");
+  }
+  manifest.provenance = {{"plumb", PLUMB_VERSION},
+                         {"torch", TORCH_VERSION},
+                         {"written", now()},
+                         {"strategy", impl_.options.strategy},
+                         {"mesh", Json::Object{{"replicate", mesh.replicate}, {"shard", mesh.shard}}},
+                         {"backend", impl_.world.backend()},
+                         {"model", save::hex(save::xxh3(names.data(), names.size()))}};
+  return manifest;
+}
+
+Where Saving::here(const std::string& what) const { return impl_.reducer->here(Where::Kind::step, what); }
+
+// Rank 0 makes room on the disk, and everybody sees it.
+void Saving::prepare(const std::string& folder) {
+  const auto agree = [&](const std::string& mine) {
+    const auto all = exchange_text(impl_.world, mine, here("save()"));
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      if (!all[rank].starts_with("-")) continue;
+      std::string why = all[rank].substr(1);
+      if (why.starts_with("plumb: ")) why.erase(0, 7);
+      throw SaveError(impl_.world.rank(), std::string("save() failed") +
+                                              (all.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " + why);
+    }
+    return all;
+  };
+  writer_ = nullptr;
+  std::string mine = "+" + std::to_string(impl_.reducer->steps());
+  try {
+    impl_.reducer->check_between_steps("save()");
+    if (impl_.in_step) throw Error("save() inside of a step; end_step() ends it");
+    if (impl_.world.rank() == 0) {
+      // One name for one folder, however it is spelled.
+      std::error_code ignored;
+      save::make_folder(folder);
+      const std::string root = std::filesystem::canonical(folder, ignored).string();
+      auto& writer = writers_[root.empty() ? folder : root];
+      if (!writer) writer = std::make_unique<save::Writer>(folder);
+      const std::string path = writer->begin();
+      writer_ = writer.get();
+      mine += "/" + std::filesystem::path(path).filename().string();
+    }
+  } catch (const std::exception& error) {
+    mine = std::string("-") + error.what();
+    std::erase_if(writers_, [](const auto& entry) { return entry.second == nullptr; });
+  }
+  try {
+    const auto all = agree(mine);
+    const std::string theirs = all[0].substr(0, all[0].find('/'));
+    const std::string path = folder + all[0].substr(all[0].find('/'));
+    std::string verdict = "+";
+    if (mine.substr(0, mine.find('/')) != theirs) {
+      verdict = "-save() after " + mine.substr(1) + " steps, and rank 0 after " + theirs.substr(1);
+    } else if (!save::is_folder(path)) {
+      verdict =
+          "-'" + path + "', which rank 0 made, is not to be seen here; checkpoints need a folder that all ranks share";
+    }
+    agree(verdict);
+    path_ = path;
+  } catch (...) {
+    if (writer_ != nullptr) writer_->abandon();
+    throw;
+  }
+}
+
+void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy) {
+  advance(Wait::yes);
+  saved_.clear();
+  if (options.samples < 0 || options.keep < 0) {
+    throw Error(impl_.world.rank(), "save() with samples " + std::to_string(options.samples) + " and keep " +
+                                        std::to_string(options.keep) + "; both must be at least 0");
+  }
+  prepare(folder);
+  folder_ = folder;
+  keep_ = options.keep;
+  at::NoGradGuard no_grad;
+  std::vector<Item> items;
+  save::Manifest mine;
+  // From here on a failure is this rank's word when the ranks speak next.
+  std::string failure;
+  try {
+    if (impl_.units) impl_.units->begin_update();
+    for (Bucket& bucket : impl_.reducer->buckets()) bucket.lanes.begin_all(bucket.device());
+    items = snapshot(options, outer, copy);
+    mine = manifest(options, outer);
+    for (Bucket& bucket : impl_.reducer->buckets()) bucket.lanes.end_all(bucket.device());
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  if (impl_.units) impl_.units->end_update();
+  phase_ = Phase::writing;
+  const std::string end = "-" + numbered(impl_.world.rank()) + "-of-" + numbered(impl_.world.size()) + ".safetensors";
+  task_ =
+      std::make_unique<Task>([items = std::move(items), mine = std::move(mine), path = path_, end, failure]() mutable {
+        if (!failure.empty()) throw Error(failure.starts_with("plumb: ") ? failure.substr(7) : failure);
+        std::map<std::string, std::vector<Item>> files;
+        for (Item& item : items) files[file_of(item.tensor.kind)].push_back(std::move(item));
+        items.clear();
+        for (const auto& [name, members] : files) write_file(path, name + end, members, mine);
+        return mine.write();
+      });
+}
+
+void Saving::go_on(Wait wait) {
+  if (phase_ == Phase::writing) {
+    const auto texts = together(impl_.world, *task_, wait, here("save()"));
+    if (!texts) return;
+    phase_ = Phase::committing;
+    task_ = std::make_unique<Task>([this, texts = impl_.world.rank() == 0 ? *texts : std::vector<std::string>{}] {
+      if (texts.empty()) return std::string();
+      save::Manifest whole = save::Manifest::read(texts[0], "rank 0's part", save::Manifest::Coverage::some);
+      for (size_t rank = 1; rank < texts.size(); ++rank) {
+        whole.join(save::Manifest::read(texts[rank], "rank " + std::to_string(rank) + "'s part",
+                                        save::Manifest::Coverage::some));
+      }
+      save::Manifest::read(whole.write(), "the new manifest");  // what nobody wrote is noticed now
+      return writer_->commit(whole, keep_);
+    });
+  }
+  const auto texts = together(impl_.world, *task_, wait, here("save()"));
+  if (!texts) return;
+  task_.reset();
+  path_.clear();
+  saved_ = folder_ + "/" + std::filesystem::path((*texts)[0]).filename().string();
+}
+
+void Saving::advance(Wait wait) {
+  if (path_.empty()) return;
+  std::string failure;
+  try {
+    return go_on(wait);
+  } catch (const TaskError& error) {
+    failure = error.what();
+  }
+  task_.reset();
+  path_.clear();
+  if (writer_ != nullptr) writer_->abandon();
+  throw SaveError(impl_.world.rank(), failure);
+}
+
+std::string Saving::finish() {
+  advance(Wait::yes);
+  return saved_;
+}
+
+Saving::~Saving() {
+  if (path_.empty()) return;
+  task_->wait();
+  const bool complete = phase_ == Phase::committing && task_->error().empty();
+  task_.reset();
+  if (writer_ == nullptr || complete) return;
+  writer_->abandon();
+  TORCH_WARN("plumb: a checkpoint into '", folder_, "' was under way when its engine ended, and is lost; call ",
+             "engine.finish_save() first. Earlier ones are intact.");
+}
+
+}  // namespace plumb

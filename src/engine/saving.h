@@ -1,0 +1,73 @@
+// Saving: takes a snapshot of an engine and brings it to the disk, on every rank its part, as one checkpoint or none.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/together.h"
+#include "plumb/engine.h"
+#include "plumb/save.h"
+#include "save/folder.h"
+
+namespace plumb {
+
+// State of an optimizer that is not the engine's: one value of one parameter.
+struct OuterTensor {
+  // Elements of the parameter's memory from `begin` on; the whole value of the parameter's shape; or a value of a shape of
+  // its own, the same on every rank.
+  enum class Place { piece, whole, other } place = Place::other;
+  std::string parameter, key;
+  at::Tensor value;
+  int64_t begin = 0;
+};
+
+struct Outer {
+  std::vector<OuterTensor> tensors;
+  std::string text;  // JSON of everything else
+};
+
+enum class Copy { no, yes };  // the memory that is written is the engine's own, or a copy of it
+
+// As a checkpoint spells it.
+std::string optimizer_name(const Optimizer& optimizer);
+
+class Saving {
+ public:
+  explicit Saving(Engine::Impl& impl) : impl_(impl) {}
+  // A checkpoint that is not complete is lost, and somebody is told.
+  ~Saving();
+
+  // All are collective, and throw on every rank. Ends an earlier one first. With Copy::yes the snapshot is what the engine
+  // is now, whatever it trains meanwhile; with Copy::no nothing may change before finish().
+  void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy);
+  // Goes on with what is under way, if anything; an Error says that it failed.
+  void poll() { advance(Wait::no); }
+  // The path of the last checkpoint that was completed; empty: none was.
+  std::string finish();
+
+ private:
+  struct Item;
+  std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy);
+  static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
+  save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;
+  void prepare(const std::string& folder);
+  void advance(Wait wait);
+  void go_on(Wait wait);
+  Where here(const std::string& what) const;
+
+  Engine::Impl& impl_;
+  std::map<std::string, std::unique_ptr<save::Writer>> writers_;  // rank 0's: one for each folder
+  save::Writer* writer_ = nullptr;
+  std::string folder_;  // the user's word for it
+  std::string path_;    // of the files that are being written; empty: nothing is under way
+  int64_t keep_ = 0;
+  std::string saved_;
+  save::Manifest manifest_;
+  enum class Phase { writing, committing } phase_ = Phase::writing;
+  std::unique_ptr<Task> task_;
+};
+
+}  // namespace plumb

@@ -1,0 +1,160 @@
+#include "save/file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "plumb/error.h"
+
+namespace plumb::save {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void fail(const std::string& verb, const std::string& path, int error) {
+  throw Error("cannot " + verb + " '" + path + "': " + std::strerror(error));
+}
+
+constexpr size_t kAtOnce = 8 << 20;  // bytes of one call
+
+}  // namespace
+
+NewFile::NewFile(const std::string& path) : path_(path) {
+  fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (fd_ < 0) fail("create", path, errno);
+}
+
+NewFile::~NewFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void NewFile::write(const void* data, size_t bytes) {
+  const auto* p = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = ::write(fd_, p, std::min(bytes, kAtOnce));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) fail("write", path_, n < 0 ? errno : ENOSPC);
+    p += n;
+    bytes -= static_cast<size_t>(n);
+  }
+}
+
+void NewFile::finish() {
+  if (fsync(fd_) != 0) fail("bring to the disk", path_, errno);
+  if (close(std::exchange(fd_, -1)) != 0) fail("close", path_, errno);
+}
+
+OldFile::OldFile(const std::string& path) : path_(path) {
+  fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+  if (fd_ < 0) fail("open", path, errno);
+  struct stat facts{};
+  if (fstat(fd_, &facts) != 0 || !S_ISREG(facts.st_mode)) {
+    close(std::exchange(fd_, -1));
+    throw Error("'" + path + "' is not a plain file");
+  }
+  bytes_ = static_cast<uint64_t>(facts.st_size);
+}
+
+OldFile::~OldFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+OldFile::OldFile(OldFile&& other) noexcept
+    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_) {}
+
+void OldFile::read(uint64_t offset, void* data, size_t bytes) const {
+  auto* p = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = pread(fd_, p, std::min(bytes, kAtOnce), static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("read", path_, errno);
+    if (n == 0) throw Error("'" + path_ + "' ends before byte " + std::to_string(offset + bytes));
+    p += n;
+    offset += static_cast<uint64_t>(n);
+    bytes -= static_cast<size_t>(n);
+  }
+}
+
+void make_folder(const std::string& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  if (error) fail("make the folder", path, error.value());
+  if (!fs::is_directory(path, error)) throw Error("'" + path + "' exists and is not a folder");
+}
+
+void sync_folder(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) fail("open the folder", path, errno);
+  const int error = fsync(fd) == 0 ? 0 : errno;
+  close(fd);
+  // Some file systems have nothing to sync there.
+  if (error != 0 && error != EINVAL) fail("bring to the disk the folder", path, error);
+}
+
+void rename_folder(const std::string& from, const std::string& to) {
+  // A folder replaces an empty one without a word.
+  std::error_code ignored;
+  if (fs::exists(fs::symlink_status(to, ignored))) throw Error("'" + to + "' exists already");
+  if (rename(from.c_str(), to.c_str()) != 0) fail("rename '" + from + "' to", to, errno);
+}
+
+std::string remove_folder(const std::string& path) noexcept {
+  std::error_code error;
+  fs::remove_all(path, error);
+  return error ? "cannot remove '" + path + "': " + error.message() : "";
+}
+
+bool is_folder(const std::string& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored);
+}
+
+std::vector<std::string> names_in(const std::string& path) {
+  std::error_code error;
+  std::vector<std::string> names;
+  for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {
+    names.push_back(it->path().filename().string());
+  }
+  if (error && error != std::errc::no_such_file_or_directory) fail("read the folder", path, error.value());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string read_text(const std::string& path, uint64_t longest) {
+  const OldFile file(path);
+  if (file.bytes() > longest) {
+    throw Error("'" + path + "' has " + std::to_string(file.bytes()) + " bytes; expected at most " +
+                std::to_string(longest));
+  }
+  std::string text(file.bytes(), '\0');
+  file.read(0, text.data(), text.size());
+  return text;
+}
+
+FolderLock::FolderLock(const std::string& folder) {
+  const std::string path = folder + "/.lock";
+  fd_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+  if (fd_ < 0) fail("open", path, errno);
+  while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    const int error = errno;
+    close(std::exchange(fd_, -1));
+    if (error == EWOULDBLOCK) {
+      throw Error("another run writes checkpoints into '" + folder + "'; give each run a folder of its own");
+    }
+    fail("lock", path, error);
+  }
+}
+
+FolderLock::~FolderLock() {
+  if (fd_ >= 0) close(fd_);
+}
+
+}  // namespace plumb::save

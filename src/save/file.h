@@ -1,0 +1,69 @@
+// Files and folders whose every step is checked: an Error says what could not be done, to what, and why.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace plumb::save {
+
+// A new file, written from its begin to its end. What was not synced is not there after a crash.
+class NewFile {
+ public:
+  explicit NewFile(const std::string& path);  // an Error where it exists
+  ~NewFile();
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  void write(const void* data, size_t bytes);
+  // Its bytes are on the disk, and it is closed.
+  void finish();
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+};
+
+class OldFile {
+ public:
+  explicit OldFile(const std::string& path);  // an Error where it is no plain file
+  ~OldFile();
+  OldFile(OldFile&& other) noexcept;
+  OldFile& operator=(OldFile&&) = delete;
+  OldFile(const OldFile&) = delete;
+
+  uint64_t bytes() const { return bytes_; }
+  const std::string& path() const { return path_; }
+  // All of them, or an Error.
+  void read(uint64_t offset, void* data, size_t bytes) const;
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+  uint64_t bytes_ = 0;
+};
+
+void make_folder(const std::string& path);  // and those above it; an existing one is fine
+void sync_folder(const std::string& path);  // the names in it are on the disk
+// An Error where `to` exists.
+void rename_folder(const std::string& from, const std::string& to);
+// With all that is in it; where that fails, what is left stays, and the answer is why.
+std::string remove_folder(const std::string& path) noexcept;
+bool is_folder(const std::string& path);
+// Names in a folder, sorted; none where it does not exist.
+std::vector<std::string> names_in(const std::string& path);
+std::string read_text(const std::string& path, uint64_t longest);
+
+// While it lives, nobody else has the lock of this folder; an Error where somebody has.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::string& folder);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int fd_ = -1;
+};
+
+}  // namespace plumb::save

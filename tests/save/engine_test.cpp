@@ -1,0 +1,290 @@
+// A checkpoint goes from any world and strategy to any other bit for bit; what does not fit is refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "save/checkpoint.h"
+#include "save/folder.h"
+#include "save/support/folder.h"
+#include "save/support/trained.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+struct Numbers {
+  const char* name;
+  at::ScalarType dtype;
+  bool scaled;
+};
+constexpr Numbers kNumbers[] = {{"f32", at::kFloat, false}, {"bf16", at::kBFloat16, false}, {"f16", at::kHalf, true}};
+const std::vector<std::string> kStrategies = {"ddp", "zero1", "zero2", "zero3", "hsdp"};
+
+Options options_for(const Numbers& numbers, const std::string& strategy) {
+  Options options;
+  options.strategy = strategy;
+  options.bucket_bytes = 200;
+  options.first_bucket_bytes = 100;
+  if (numbers.dtype != at::kFloat) options.accumulate_dtype = at::kFloat;
+  if (numbers.scaled) options.loss_scale = LossScale{.initial = 64, .interval = 2};
+  options.groups = {{[](const std::string& name) { return name.starts_with("outside"); }, 0.01, {}}};
+  return options;
+}
+
+class Matrix : public testing::TestWithParam<Numbers> {};
+
+TEST_P(Matrix, OfWorldsAndStrategiesKeepsEveryBit) {
+  const Numbers numbers = GetParam();
+  Scratch scratch;
+  struct Source {
+    std::string path;
+    int ranks = 0;
+    Everything now, later;
+  };
+  std::vector<std::unique_ptr<Source>> sources;
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    for (const std::string& strategy : kStrategies) {
+      Source& source = *sources.emplace_back(std::make_unique<Source>());
+      source.path = scratch.path(strategy + std::to_string(ranks));
+      source.ranks = ranks;
+      run_local(ranks, [&](World world) {
+        Model model(3, numbers.dtype);
+        Engine engine(world, model, AdamW{.lr = 0.05}, options_for(numbers, strategy));
+        train(engine, model, 3, numbers.dtype);
+        engine.set_lr(0.25);
+        engine.set_lr(0, 0.125);
+        const std::string path = engine.save(source.path, {.samples = 48});
+        EXPECT_THAT(path, HasSubstr("step-3"));
+        source.now.add(engine);
+        train(engine, model, 1, numbers.dtype);
+        source.later.add(engine);
+      });
+    }
+  }
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    for (const std::string& strategy : kStrategies) {
+      std::vector<Everything> now(sources.size()), later(sources.size());
+      run_local(ranks, [&](World world) {
+        Model model(4, numbers.dtype);  // other values
+        Engine engine(world, model, AdamW{.lr = 0.05}, options_for(numbers, strategy));
+        for (size_t i = 0; i < sources.size(); ++i) {
+          const LoadInfo info = engine.load(sources[i]->path);
+          EXPECT_EQ(info.step, 3);
+          EXPECT_EQ(info.samples, 48);
+          now[i].add(engine);
+          EXPECT_EQ(engine.lr(0), 0.125);
+          world.barrier();
+          train(engine, model, 1, numbers.dtype);
+          later[i].add(engine);
+          world.barrier();
+        }
+      });
+      for (size_t i = 0; i < sources.size(); ++i) {
+        const std::string way = c10::str(sources[i]->path, " to ", strategy, ranks);
+        ASSERT_EQ(sources[i]->now.difference(now[i]), "") << way;
+        // Sums over three ranks are rounded.
+        if (ranks == 3 || sources[i]->ranks == 3) continue;
+        ASSERT_EQ(sources[i]->later.difference(later[i]), "") << way;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Numbers, Matrix, testing::ValuesIn(kNumbers),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(Save, WritesReplicatedStateOnceSplitOverTheRanks) {
+  Scratch scratch;
+  run_local(4, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, AdamW{});
+    train(engine, model, 1);
+    engine.save(scratch.path("all"));
+  });
+  const save::Checkpoint checkpoint(*save::newest_in(scratch.path("all")));
+  std::set<std::string> writers;  // of weights and optimizer state
+  for (const auto& file : checkpoint.manifest().files) {
+    if (!file.name.starts_with("rest")) writers.insert(file.name.substr(file.name.find("-0")));
+  }
+  EXPECT_EQ(writers.size(), 4u);
+  for (const auto& tensor : checkpoint.manifest().tensors) checkpoint.verify(tensor);
+  int64_t elements = 0;
+  for (const auto& tensor : checkpoint.manifest().tensors) {
+    int64_t end = 0;
+    for (const auto& part : tensor.parts) {
+      EXPECT_EQ(part.begin, end);
+      end = part.end;
+    }
+    elements += tensor.kind == save::Kind::weight ? end : 0;
+  }
+  EXPECT_EQ(elements, 37 + 1 + 0 + 16 + 5 + 35 + 3 + 1 + 24);
+}
+
+TEST(Save, RestoresGenerators) {
+  Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  torch::manual_seed(11);
+  at::rand({3});
+  engine.save(scratch.path("all"));
+  const at::Tensor next = at::rand({5});
+  torch::manual_seed(99);
+  engine.load(scratch.path("all"));
+  EXPECT_TRUE(at::rand({5}).equal(next));
+}
+
+TEST(Save, KeepsExtrasAndTheNewestOnly) {
+  Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  at::Tensor mine = at::arange(4), loaded;
+  const Extra extra{"loader", [&] { return NamedTensors{{"order", mine}, {"epoch", at::tensor(int64_t{7})}}; },
+                    [&](const NamedTensors& saved) { loaded = saved[0].second; }};
+  for (int i = 0; i < 3; ++i) engine.save(scratch.path("all"), {.keep = 2, .extras = {extra}});
+  EXPECT_EQ(save::checkpoints_in(scratch.path("all")).size(), 2u);
+  engine.load(scratch.path("all"), {.extras = {extra}});
+  EXPECT_TRUE(loaded.equal(mine));
+  EXPECT_THAT(errors(1, [&](World) { engine.load(scratch.path("all")); })[0], HasSubstr("extra     extra 'loader'"));
+}
+
+TEST(Load, RefusesWhatDoesNotFitAndChangesNothing) {
+  Scratch scratch;
+  {
+    Model model(3);
+    Engine engine(World(), model, AdamW{});
+    train(engine, model, 2);
+    engine.save(scratch.path("all"));
+  }
+  struct Other : Model {
+    Other() : Model(5) { extra = register_parameter("more", at::ones({3})); }
+    at::Tensor extra;
+  };
+  const auto texts = errors(2, [&](World world) {
+    Other model;
+    Engine engine(world, model, SGD{.momentum = 0.9}, {.strategy = "zero3"});
+    Everything before, after;
+    before.add(engine);
+    std::string text;
+    try {
+      engine.load(scratch.path("all"));
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    after.add(engine);
+    EXPECT_EQ(before.difference(after), "");
+    // What fits is loaded when it is asked for, and the engine goes on.
+    const LoadInfo info = engine.load(scratch.path("all"), {.strict = false});
+    EXPECT_FALSE(info.mismatches.empty());
+    EXPECT_EQ(engine.steps(), 2);
+    if (!text.empty()) throw std::runtime_error(text);
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("missing   weight 'more'")));
+  EXPECT_THAT(texts, Each(HasSubstr("the optimizer  saved AdamW  here SGD")));
+  EXPECT_THAT(texts, Each(HasSubstr("extra     optimizer 'inside.w0' (mean)")));
+}
+
+TEST(Load, RefusesASaveBetweenABackwardAndItsStep) {
+  Scratch scratch;
+  const auto texts = errors(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, AdamW{});
+    std::vector<at::Tensor> gradients(Parts::kCount);
+    gradients[0] = at::ones({7, 5}, at::kDouble);
+    engine.backward(model.loss(gradients));
+    engine.save(scratch.path("all"));
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("backwards of a step that has not ended")));
+  EXPECT_TRUE(save::checkpoints_in(scratch.path("all")).empty());
+}
+
+TEST(Load, TakesWeightsAloneInAnotherDtype) {
+  Scratch scratch;
+  Model source(3, at::kBFloat16);
+  {
+    Engine engine(World(), source, AdamW{}, {.accumulate_dtype = at::kFloat});
+    train(engine, source, 2, at::kBFloat16);
+    engine.save(scratch.path("all"));
+  }
+  run_local(2, [&](World world) {
+    Model model(9);
+    Engine engine(world, model, AdamW{}, {.strategy = "zero3"});
+    train(engine, model, 1);
+    engine.load_weights(scratch.path("all"));
+    EXPECT_EQ(engine.steps(), 1);
+    const auto expected = source.parameters();
+    const auto found = model.parameters();
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_TRUE(engine.full_parameter(found[i]).equal(expected[i].detach().to(at::kFloat))) << i;
+    }
+    EXPECT_TRUE(model.running.equal(source.running));
+  });
+}
+
+TEST(Load, FollowsAnotherOrderOfMemory) {
+  Scratch scratch;
+  struct Picture : torch::nn::Module {
+    explicit Picture(bool last) {
+      at::Tensor value = noise({2, 3, 4, 5}, last ? 1 : 2).to(at::kFloat);
+      weight = register_parameter("weight", last ? value.contiguous(at::MemoryFormat::ChannelsLast) : value);
+    }
+    at::Tensor weight;
+  };
+  Picture saved(true);
+  {
+    Engine engine(World(), saved, SGD{.momentum = 0.9});
+    (saved.weight * noise({2, 3, 4, 5}, 5).to(at::kFloat)).sum().backward();
+    engine.step();
+    engine.save(scratch.path("all"));
+  }
+  run_local(2, [&](World world) {
+    Picture model(false);
+    Engine engine(world, model, SGD{.momentum = 0.9}, {.strategy = "zero1"});
+    engine.load(scratch.path("all"));
+    EXPECT_TRUE(model.weight.equal(saved.weight));
+  });
+}
+
+TEST(Background, SavesWhatWasThereAtTheCall) {
+  Scratch scratch;
+  for (const std::string& strategy : kStrategies) {
+    Everything then, loaded;
+    run_local(2, [&](World world) {
+      Model model(3);
+      Engine engine(world, model, AdamW{}, {.strategy = strategy});
+      train(engine, model, 2);
+      then.add(engine);
+      world.barrier();
+      engine.save_in_background(scratch.path(strategy));
+      train(engine, model, 3);
+      EXPECT_THAT(engine.finish_save(), HasSubstr("step-2"));
+    });
+    run_local(1, [&](World world) {
+      Model model(8);
+      Engine engine(world, model, AdamW{});
+      engine.load(scratch.path(strategy));
+      loaded.add(engine);
+    });
+    EXPECT_EQ(then.difference(loaded), "") << strategy;
+  }
+}
+
+TEST(Background, SaysAtTheNextStepThatItFailed) {
+  Scratch scratch;
+  const auto texts = errors(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, AdamW{});
+    train(engine, model, 1);
+    engine.save_in_background(scratch.path("all"),
+                              {.extras = {{"bad", []() -> NamedTensors { throw std::runtime_error("no extra"); },
+                                           [](const NamedTensors&) {}}}});
+    for (int i = 0; i < 1000; ++i) train(engine, model, 1);
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("save() failed on rank 0: no extra")));
+  EXPECT_TRUE(save::checkpoints_in(scratch.path("all")).empty());
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,164 @@
+// A save that ends, or fails, at each of its system calls leaves the old checkpoint or the new one, whole.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "save/checkpoint.h"
+#include "save/folder.h"
+#include "save/support/calls.h"
+#include "save/support/folder.h"
+#include "save/support/trained.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using calls::Fault;
+
+// A run with one checkpoint in its folder, about to make the next.
+struct SavedRun {
+  SavedRun() : engine(World(), model, AdamW{}) {
+    train(engine, model, 1);
+    engine.save(root);
+    old.add(engine);
+    train(engine, model, 1);
+    now.add(engine);
+  }
+  // The newest checkpoint is the old or the new one, whole, and another one can be made.
+  void check(bool must_be_new) {
+    Model other(7);
+    Engine reader(World(), other, AdamW{});
+    reader.load(root);
+    Everything found;
+    found.add(reader);
+    const bool is_new = now.difference(found).empty();
+    EXPECT_TRUE(is_new || (!must_be_new && old.difference(found).empty()));
+  }
+  Scratch scratch;
+  std::string root = scratch.path("root");
+  Model model{3};
+  Engine engine;
+  Everything old, now;
+};
+
+TEST(Faults, KillAtEverySystemCallLeavesOneWhole) {
+  int calls_of_a_save = 0;
+  bool completed = false;
+  for (int number = 1; !completed; ++number) {
+    ASSERT_LT(number, 500);
+    Scratch scratch;
+    const std::string root = scratch.path("root");
+    // Everything happens in a child: it holds the folder's lock until it dies.
+    Everything old, now;
+    const auto play = [&](Engine& engine, Model& model) {
+      train(engine, model, 1);
+      engine.save(root);
+      train(engine, model, 1);
+    };
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      Model model(3);
+      Engine engine(World(), model, AdamW{});
+      play(engine, model);
+      calls::watch(root, Fault::kill, number);
+      engine.save(root, {.keep = 1});
+      calls::stop();
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    completed = WIFEXITED(status);
+    EXPECT_TRUE(!completed || WEXITSTATUS(status) == 0);
+    calls_of_a_save = number;
+    // What it should be, computed again.
+    Model model(3);
+    Engine engine(World(), model, AdamW{});
+    train(engine, model, 1);
+    old.add(engine);
+    train(engine, model, 1);
+    now.add(engine);
+    Model other(7);
+    Engine reader(World(), other, AdamW{});
+    reader.load(root);
+    Everything found;
+    found.add(reader);
+    // What has a checkpoint's name is complete.
+    for (const save::Named& named : save::checkpoints_in(root)) {
+      EXPECT_NO_THROW(save::Checkpoint(named.path)) << "killed at call " << number << ": " << named.path;
+    }
+    const bool is_new = now.difference(found).empty(), is_old = old.difference(found).empty();
+    EXPECT_TRUE(completed ? is_new : is_new || is_old) << "killed at call " << number;
+    // The next run goes on where this one ended.
+    EXPECT_NO_THROW(reader.save(root, {.keep = 1})) << "killed at call " << number;
+    const auto names = save::names_in(root);
+    EXPECT_EQ(names.size(), 2u) << "killed at call " << number << ": only the lock and one checkpoint stay";
+  }
+  EXPECT_GT(calls_of_a_save, 15);
+}
+
+TEST(Faults, AnyFailingCallLeavesOneWholeAndTrainingGoesOn) {
+  SavedRun run;
+  calls::watch(run.root);
+  run.engine.save(run.root);
+  const int count = calls::stop();
+  ASSERT_GT(count, 15);
+  for (const int error : {EIO, ENOSPC, EACCES, 0}) {
+    const Fault fault = error == 0 ? Fault::short_write : Fault::error;
+    for (int number = 1; number <= count + 6; ++number) {
+      SCOPED_TRACE(c10::str("call ", number, " fails with ", error));
+      SavedRun one;
+      calls::watch(one.root, fault, number, error);
+      bool saved = false;
+      try {
+        one.engine.save(one.root, {.keep = 1});
+        saved = true;
+      } catch (const Error& thrown) {
+        EXPECT_THAT(thrown.what(), testing::HasSubstr("save() failed: "));
+      }
+      calls::stop();
+      EXPECT_TRUE(saved || fault == Fault::error);
+      one.check(saved);
+      Everything after;
+      after.add(one.engine);
+      EXPECT_EQ(one.now.difference(after), "");
+      if (number % 5 != 0) continue;  // the rest is the same for each
+      one.engine.save(one.root, {.keep = 1});
+      one.check(true);
+      train(one.engine, one.model, 1);
+    }
+  }
+}
+
+TEST(Faults, NothingIsNamedOrRemovedBeforeItIsSafe) {
+  SavedRun run;
+  calls::watch(run.root);
+  run.engine.save(run.root, {.keep = 1});
+  calls::stop();
+  EXPECT_EQ(calls::unsafe(), "");
+  EXPECT_EQ(calls::not_synced(), "");
+}
+
+TEST(Faults, AVanishedFolderIsAnErrorAndTheNextSaveMakesItAgain) {
+  SavedRun run;
+  std::filesystem::remove_all(run.root);
+  EXPECT_NO_THROW(run.engine.save(run.root));
+  Scratch::write_file(run.scratch.path("file"), "x");
+  EXPECT_THROW(run.engine.save(run.scratch.path("file")), Error);
+  EXPECT_THROW(run.engine.save(run.scratch.path("file/below")), Error);
+  EXPECT_NO_THROW(run.engine.save(run.root));
+  run.check(true);
+}
+
+TEST(Faults, TwoRunsCannotWriteOneFolder) {
+  SavedRun run;
+  Model other(5);
+  Engine second(World(), other, AdamW{});
+  EXPECT_THAT(errors(1, [&](World) { second.save(run.root); })[0],
+              testing::HasSubstr("another run writes checkpoints"));
+  run.check(false);
+}
+
+}  // namespace
+}  // namespace plumb
