@@ -10,6 +10,9 @@ After every ``step()`` the parameters are what one process would hold that had r
 itself (each rank's loss weighted 1/N). Otherwise ``plumb.Error``, on every rank.
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
+
 import torch as _torch  # first: its libraries are in the process then
 
 try:
@@ -34,13 +37,31 @@ from ._C import AdamW, Error, LossScale, Mesh, ParameterGroup, Schedule, SGD, St
 from .ddp import DistributedDataParallel
 from .deferred import deferred
 from .engine import Engine
-from .fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from .fully_shard import fully_shard
 from .launch import spawn
 from .optim import elementwise
 from . import nn
 from .units import unit
 from .world import world
+
+if _TYPE_CHECKING:
+    from .fsdp import fully_shard
+    from .fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+
+_LATER = {  # what torch takes long to import for
+    "FSDPModule": "fsdp_module",
+    "fully_shard": "fsdp",
+    "register_fsdp_forward_method": "fsdp_module",
+    "share_comm_ctx": "fsdp_module",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'plumb' has no attribute '{name}'")
+    value = getattr(_importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
 
 __version__: str = _C.version
 __all__ = [

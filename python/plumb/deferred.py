@@ -92,7 +92,7 @@ def fill(model: nn.Module, units: list[nn.Module], world: World, device: torch.d
                 if tensor.is_meta:
                     whole = torch.empty_like(tensor, device=device)
                     filled = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
-                    torch.utils.swap_tensors(tensor, filled)
+                    torch.utils.swap_tensors(tensor, filled)  # type: ignore[no-untyped-call]
             reset()
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)

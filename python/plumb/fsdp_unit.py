@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
@@ -61,7 +62,7 @@ class Unit:
 
     # ---- around a forward (the names are those that torch's register_fsdp_forward_method calls)
 
-    @torch._disable_dynamo  # a compiled model breaks its graph around units
+    @_disable_dynamo  # a compiled model breaks its graph around units
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         engine = self.ready()
         if not any(unit.entered for unit in engine.units):
@@ -77,7 +78,7 @@ class Unit:
         cast = _Cast(dtype)
         return tree_map(cast, args), tree_map(cast, kwargs)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         engine = self.root.engine
         if engine is None or not engine.stack or engine.stack[-1] is not self:
@@ -299,6 +300,7 @@ class Engine:
         self.publish()
         for one in self.parameters:
             one.write_back()
+            one.merge()
             one.assign_again()
         self.native.compare_settings(optim.settings(optimizer))
         self.native.begin_step()

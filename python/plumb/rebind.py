@@ -13,6 +13,16 @@ REBOUND: dict[str, tuple[str, ...]] = {
         "torch.nn.parallel.DistributedDataParallel",
         "torch.nn.parallel.distributed.DistributedDataParallel",
     ),
+    "plumb.fsdp.fully_shard": (
+        "torch.distributed.fsdp.fully_shard",
+        "torch.distributed.fsdp._fully_shard.fully_shard",
+        "torch.distributed._composable.fsdp.fully_shard",
+    ),
+    "plumb.fsdp_module.register_fsdp_forward_method": (
+        "torch.distributed.fsdp.register_fsdp_forward_method",
+        "torch.distributed.fsdp._fully_shard.register_fsdp_forward_method",
+        "torch.distributed._composable.fsdp.register_fsdp_forward_method",
+    ),
 }
 
 USAGE = "usage: python -m plumb PROGRAM.py [ARGUMENT]…\n       python -m plumb -m MODULE [ARGUMENT]…\n       (also as torchrun … -m plumb …)"

@@ -240,11 +240,7 @@ class Sharded:
     def gradient(self) -> torch.Tensor | None:
         if self.leaf is None:
             return None
-        own = _BY_AUTOGRAD.__get__(self.sharded)
-        if own is not None:  # of something computed with the rows themselves
-            _BY_AUTOGRAD.__set__(self.sharded, None)
-            before = self.gradient()
-            self.set_gradient(own if before is None else before + own)
+        self.merge()
         piece = self.leaf.grad
         if piece is None:
             self._piece = self._shown = self._assigned = None
@@ -257,6 +253,15 @@ class Sharded:
         self.write_back()
         self._piece, self._shown = piece, None if piece is None else self._show(piece)
         return self._shown
+
+    def merge(self) -> None:
+        """A gradient of something that was computed with the rows themselves, outside of forwards, is one more contribution."""
+        own = _BY_AUTOGRAD.__get__(self.sharded)
+        if own is None:
+            return
+        _BY_AUTOGRAD.__set__(self.sharded, None)
+        before = self.gradient()
+        self.set_gradient(own if before is None else before + own)
 
     def _show(self, piece: torch.Tensor) -> DTensor:
         shown = DTensor(self._numbers(piece).to(self.dtype), self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
