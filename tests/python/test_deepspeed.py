@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import doctest
+import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -445,6 +447,11 @@ def test_the_model_is_saved_whole(tmp_path: pathlib.Path) -> None:
         assert torch.equal(saved[name], value.bfloat16()), name
 
 
+def test_docstrings_are_true() -> None:
+    tried = doctest.testmod(importlib.import_module("plumb.deepspeed.engine"))
+    assert tried.attempted > 0 and tried.failed == 0
+
+
 # ---- configs
 
 
@@ -549,8 +556,6 @@ def test_units_are_blocks_and_leaf_modules() -> None:
 
 
 def test_the_list_of_deepspeeds_names_is_that_of_the_installed_one() -> None:
-    import importlib.util
-
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     from compatibility.deepspeed import NAMES, installed_names

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
 import plumb
-from stage import Block, Play, distance, make
+import programs
+from stage import Block, Play, distance, make, reference, trained
 
 SHARDED = ["zero1", "zero2", "zero3", "hsdp"]
 OPTIMIZERS: dict[str, Any] = {
@@ -237,6 +239,31 @@ def test_an_optimizer_that_is_not_known_to_be_elementwise_steps_whole_parameters
         expected = len(only_matrices(make())) - 1 if name == "Muon" else stepped
         copies = {"ddp": ranks, "hsdp": 2}.get(strategy, 1)
         assert sum(here) == copies * expected, (name, here)
+
+
+def corpus_by_whole_parameters(strategy: str, tied: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, program in vars(programs).items():
+        if not inspect.isgeneratorfunction(program):
+            continue
+        model, twin = make(tied=tied), make(tied=tied)
+        if name == "unfreeze_after_wrapping":
+            programs.freeze(model)
+            programs.freeze(twin)
+        optimizer = Normed(model.parameters(), lr=0.05, momentum=0.9)
+        with plumb.Engine(model, optimizer, strategy=strategy, units=[Block], bucket_bytes=2048) as engine:
+            trained(model, program, engine)
+            reference(twin, program, engine.world.size, Normed(twin.parameters(), lr=0.05, momentum=0.9))
+            result[name] = distance(engine, model, twin)
+    return result
+
+
+@pytest.mark.parametrize(("strategy", "tied"), [("zero2", True), ("zero3", False)])
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_every_pattern_steps_whole_parameters_as_one_process_would(strategy: str, tied: bool) -> None:
+    for by_name in plumb.spawn(corpus_by_whole_parameters, 2, (strategy, tied)):
+        assert len(by_name) > 20
+        assert {name: far for name, far in by_name.items() if not far < 1e-9} == {}
 
 
 def saves_whole(strategy: str) -> tuple[float, str]:
