@@ -141,8 +141,8 @@ def test_a_delivery_outside_of_a_compiled_backward_is_an_error() -> None:
         torch.ops.plumb.deliver.output(torch.ones(2), 0)
 
 
-def overlap(inside: bool) -> tuple[int, int]:
-    """Buckets whose reduction has begun when the compiled backward has made its last gradient."""
+def overlap(inside: bool) -> tuple[int, int, list[float]]:
+    """Reductions begun when the compiled backward returns, of how many, and where in its graph gradients are delivered."""
     compiled.deliver_inside = inside
     world = plumb.World.join(backend="shm", timeout=30)
     model = make()
@@ -160,10 +160,12 @@ def overlap(inside: bool) -> tuple[int, int]:
             seen(x).pow(2).mean().backward()
             engine.step()
             engine.zero_grad()
-    return begun
+        return *begun, [one.at for made in compiled.explain() for one in made.deliveries]
 
 
 def test_reductions_begin_while_a_compiled_backward_runs() -> None:
-    (before, _), (now, buckets) = plumb.spawn(overlap, 2, (False,))[0], plumb.spawn(overlap, 2, (True,))[0]
+    before, _, nowhere = plumb.spawn(overlap, 2, (False,))[0]
+    now, buckets, at = plumb.spawn(overlap, 2, (True,))[0]
     assert buckets >= 4 and now >= buckets - 2, (now, buckets)
-    assert before < now
+    assert before < now and nowhere == []
+    assert at[0] < 0.4 < at[len(at) // 2] < 0.8, at
