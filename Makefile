@@ -9,7 +9,7 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 1800
 export PYTHON SETUP JOBS CMAKE_ARGS
 
-.PHONY: all setup demo test bench mutants mutants-all asan tsan fuzz format lint install wheel compatibility clean distclean help
+.PHONY: all setup demo test bench mutants mutants-all asan tsan fuzz format lint install wheel test-install compatibility clean distclean help
 
 all:  ## build the program (build/bin/plumb), the library, the tests
 	@scripts/build build
@@ -61,6 +61,9 @@ install:  ## install the library, the program and the CMake package under PREFIX
 
 wheel:  ## build a wheel of the Python package into dist/, for the torch that is installed
 	@python=$$(scripts/setup) && $$python -m pip wheel --no-deps --disable-pip-version-check -w dist .
+
+test-install:  ## pip install . in an empty virtual environment, and its tests there (compiles the library once more)
+	@scripts/test-install
 
 compatibility:  ## docs/compatibility.md, from the tables that the tests run through
 	@python=$$(scripts/setup) && cd tests/python && PYTHONPATH=../../build/python $$python -m compatibility

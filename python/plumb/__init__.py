@@ -33,6 +33,7 @@ if _minor(_torch.__version__) != _minor(_C.torch_version):
         f"plumb was built with torch {_C.torch_version}, and this is torch {_torch.__version__}; install plumb again with it"
     )
 
+from . import described as _described
 from ._C import AdamW, Error, LossScale, Mesh, ParameterGroup, Schedule, SGD, StepInfo, World, strategies
 from .ddp import DistributedDataParallel
 from .deferred import deferred

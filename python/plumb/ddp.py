@@ -67,17 +67,20 @@ class DistributedDataParallel(_Torchs):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise Error(f"DistributedDataParallel wraps a module; this is a {type(module).__name__}")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
         # Which rank's values: everybody's own, if the user says that they agree.
         self.__dict__["_takes_first_ranks_values"] = init_sync
+        self.__dict__["_takes_first_ranks_buffers"] = init_sync and (forward_sync_buffers is not None or broadcast_buffers is not False)
         super().__init__(
             module,
             device_ids=device_ids,
             output_device=output_device,
             dim=dim,
             broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
+            init_sync=False,  # the engine compares the models first: where they differ, every rank hears of it
             process_group=process_group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -108,6 +111,9 @@ class DistributedDataParallel(_Torchs):
         self.logger: Any = Logger(self, static_graph)
         if "_comm_hooks" not in self.__dict__:  # not for a copy, which need not be made on every rank
             self._build_engine()
+            if self._takes_first_ranks_buffers and self.modules_buffers:
+                self._default_broadcast_coalesced()
+        self._forwards = 0
 
     @property
     def engine(self) -> Engine:
@@ -145,7 +151,7 @@ class DistributedDataParallel(_Torchs):
         for wrapper in (self, *before):
             wrapper.__dict__["_engine"] = engine
         for hook, state in self.__dict__.get("_comm_hooks", []):
-            engine._engine.use_hook(state, hook)
+            engine._engine.use_hook(state, _checked(hook))
         _wrappers.add(self)
 
     # ---- forwards
@@ -155,7 +161,17 @@ class DistributedDataParallel(_Torchs):
             engine = self.engine
             if not self._join_config.enable:
                 self.reducer.divide_by(engine.world.size)
+            if self._forwards < 3 or self._forwards % 64 == 0:
+                self._check_parameters()
+            self._forwards += 1
         return super()._pre_forward(*inputs, **kwargs)
+
+    def _check_parameters(self) -> None:
+        """Now and then: a parameter that came after wrapping would be trained by each rank for itself."""
+        known = {id(parameter) for parameter in self._module_parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                raise Error(f"parameter '{name}' came into the model after it was wrapped, and nobody would reduce its gradient; wrap again")
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
@@ -198,7 +214,7 @@ class DistributedDataParallel(_Torchs):
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
-        self.engine._engine.use_hook(state, hook)
+        self.engine._engine.use_hook(state, _checked(hook))
 
     def _check_comm_hook(self, hook: Any) -> None:
         """torch's checks, for annotations that are text as well; what the process group carries is its own business."""
@@ -266,6 +282,16 @@ class DistributedDataParallel(_Torchs):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_takes_first_ranks_values"] = False
+
+
+def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(state: object, bucket: GradBucket) -> Any:
+        answer = hook(state, bucket)
+        if not isinstance(answer, (torch.futures.Future, torch._C.Future)):
+            raise Error(f"the communication hook returned a {type(answer).__name__}; expected a torch.futures.Future of a tensor")
+        return answer
+
+    return run
 
 
 def _reduce_what_is_held(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

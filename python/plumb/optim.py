@@ -7,8 +7,10 @@ the optimizer is known to be elementwise, otherwise those parameters that are th
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +47,11 @@ def elementwise(optimizer: O) -> O:
 
     Strategies that shard the optimizer's state then cut parameters anywhere, not between parameters only, which balances
     better. A class decorator, or a call for a class of somebody else's; for one engine, ``Engine(…, elementwise=True)``.
+
+    >>> import plumb, torch
+    >>> @plumb.elementwise
+    ... class Signs(torch.optim.SGD):
+    ...     pass
     """
     _ELEMENTWISE.add(optimizer)
     return optimizer
@@ -75,14 +82,20 @@ def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]
                 )
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
-    """What step() compares over the ranks: the optimizer's kind and layout as a digest, and every number of its groups."""
+def settings(optimizer: torch.optim.Optimizer, left: int = 0) -> list[tuple[str, float]]:
+    """What step() compares over the ranks: the optimizer's kind and layout as a digest, and every number of its groups.
+
+    And how many steps it ``left`` by an exception: where one rank did and another did not, their parameters differ.
+    """
     layout = [
         (sorted(key for key in group if key != "params"), [tuple(parameter.shape) for parameter in group["params"]])
         for group in optimizer.param_groups
     ]
     digest = zlib.crc32(repr((type(optimizer).__name__, layout)).encode())
-    values = [("the optimizer's class, groups and parameters (as a digest)", float(digest))]
+    values = [
+        ("the number of steps that the optimizer left by an exception", float(left)),
+        ("the optimizer's class, groups and parameters (as a digest)", float(digest)),
+    ]
     for g, group in enumerate(optimizer.param_groups):
         for key in sorted(group):
             value = group[key]
@@ -95,19 +108,35 @@ def settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
     return values
 
 
+def _inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """For a hook of a step: whether another step of the same optimizer is around it, as where a derived class calls super()'s."""
+    around: FrameType | None = sys._getframe(2)  # torch's function that calls the hooks
+    assert around is not None
+    code, around = around.f_code, around.f_back
+    while around is not None:
+        if around.f_code is code and (around.f_locals.get("args") or (None,))[0] is optimizer:
+            return True
+        around = around.f_back
+    return False
+
+
 class Whole:
     """Where every rank holds all of the optimizer's state: it steps over the parameters, once their gradients are settled."""
 
     def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer) -> None:
         self.native, self.optimizer = native, optimizer
         self.info: _C.StepInfo | None = None
+        self.stepping, self.left = False, 0
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_post_hook(self._ended),
         ]
         self.groups: list[list[torch.Tensor]] | None = None
 
     def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if _inside_a_step(self.optimizer):
+            return None
+        self.abandon()
         closure, args, kwargs = _closure_of(args, kwargs)
         if closure is None:
             self._settle()
@@ -120,17 +149,24 @@ class Whole:
 
         return (args[0], settled, *args[1:]), kwargs
 
+    def _ended(self, *_: object) -> None:
+        if not _inside_a_step(self.optimizer):
+            self._after()
+
     def abandon(self) -> None:
-        """The optimizer threw: its groups are the user's again."""
+        """If the optimizer threw in the middle of a step: its groups are the user's again."""
+        self.left += self.stepping
         self._after()
 
     def _settle(self) -> None:
-        self.native.compare_settings(settings(self.optimizer))
+        self.native.compare_settings(settings(self.optimizer, self.left))
         self.info = self.native.step()
+        self.stepping = True
         if self.info.skipped and self.groups is None:
             self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
 
-    def _after(self, *_: object) -> None:
+    def _after(self) -> None:
+        self.stepping = False
         if self.groups is not None:
             _swap(self.optimizer, self.groups)
             self.groups = None
@@ -156,10 +192,10 @@ class Pieces:
         self.leaf_of: dict[int, torch.Tensor] = {}  # by parameter
         self.begin_of: dict[int, int] = {}
         self.groups: list[list[torch.Tensor]] | None = None
-        self.stepping = False
+        self.stepping, self.left = False, 0
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_post_hook(self._ended),
             optimizer.register_state_dict_pre_hook(self._swap_in),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check_load),
@@ -169,14 +205,16 @@ class Pieces:
     # ---- a step
 
     def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.abandon()  # a step that the optimizer left by an exception
+        if _inside_a_step(self.optimizer):
+            return None
+        self.abandon()
         closure, args, kwargs = _closure_of(args, kwargs)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             result = (args[0], self._once(loss), *args[1:]), kwargs
-        self.native.compare_settings(settings(self.optimizer))
+        self.native.compare_settings(settings(self.optimizer, self.left))
         self.info = self.native.begin_step()
         self.stepping = not self.info.skipped
         if self.info.skipped:
@@ -241,11 +279,16 @@ class Pieces:
 
         return {key: one(key, value) for key, value in state.items()}
 
-    def _after(self, *_: object) -> None:
-        self.abandon()
+    def _ended(self, *_: object) -> None:
+        if not _inside_a_step(self.optimizer):
+            self._after()
 
     def abandon(self) -> None:
-        """Ends the step under way, if there is one: with what the optimizer updated, also where it threw in the middle."""
+        """If the optimizer threw in the middle of a step: ends it with what it had updated."""
+        self.left += self.stepping
+        self._after()
+
+    def _after(self) -> None:
         self._swap_out()
         if not self.stepping:
             return

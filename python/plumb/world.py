@@ -31,6 +31,10 @@ def world(group: dist.ProcessGroup | None = None, *, device: str = "cpu", timeou
     ranks that torchrun, mpirun or srun describe in the environment. Otherwise one rank.
 
     ``timeout``: seconds a collective may wait for a rank before every waiting rank gets an error.
+
+    >>> import plumb
+    >>> plumb.spawn(lambda: plumb.world().size, ranks=2)
+    [2, 2]
     """
     initialised = dist.is_available() and dist.is_initialized()
     if group is None and initialised:

@@ -15,11 +15,19 @@ void bind_strategy(py::module_& module) {
       .def("__repr__", [](const Mesh& mesh) {
         return "Mesh(replicate=" + std::to_string(mesh.replicate) + ", shard=" + std::to_string(mesh.shard) + ")";
       });
-  module.def("strategies", [] {
-    std::vector<std::string> names;
-    for (const Strategy& row : strategies()) names.push_back(row.name);
-    return names;
-  });
+  module.def(
+      "strategies",
+      [] {
+        std::vector<std::string> names;
+        for (const Strategy& row : strategies()) names.push_back(row.name);
+        return names;
+      },
+      R"(The rows of the placement table.
+
+    >>> import plumb
+    >>> "zero3" in plumb.strategies()
+    True
+    )");
   // What of a parameter, its gradient and the optimizer's state each rank keeps a part of, in a world of this size.
   module.def(
       "sharded",

@@ -3,11 +3,31 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <algorithm>
 #include <utility>
 
 #include "layout/digest.h"
 
 namespace plumb {
+namespace {
+
+// A hook of the parameter itself: it stays when the accumulator is replaced, and runs first. It lies beside the user's;
+// registering it through the tensor would take those away that Python registered.
+struct LeafHook final : torch::autograd::FunctionPreHook {
+  LeafHook(std::weak_ptr<Entrances> entrances, Sink* target) : entrances(std::move(entrances)), target(target) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto alive = entrances.lock()) alive->accumulator_changed(*target);
+    return gradients;
+  }
+  static bool is_of(const torch::autograd::FunctionPreHook& hook, const Sink& sink) {
+    const auto* ours = dynamic_cast<const LeafHook*>(&hook);
+    return ours != nullptr && ours->target == &sink;
+  }
+  std::weak_ptr<Entrances> entrances;
+  Sink* target;
+};
+
+}  // namespace
 
 Members::Members(int rank, NamedTensors candidates, std::vector<int> unit_of, std::optional<at::ScalarType> accumulate)
     : rank_(rank), accumulate_(accumulate), candidates_(std::move(candidates)), unit_of_(std::move(unit_of)),
@@ -57,12 +77,7 @@ void Members::hook(Sink& sink) {
   const bool frozen = !sink.parameter.requires_grad();
   if (frozen) sink.parameter.set_requires_grad(true);
   listen_to(sink, torch::autograd::impl::grad_accumulator(sink.parameter));
-  // Hooks of the parameter itself stay when its accumulator is replaced, and run first.
-  torch::autograd::impl::add_hook(
-      sink.parameter, std::make_unique<PreHook>([weak = entrances_, target = &sink](const at::Tensor& gradient) {
-        if (auto alive = weak.lock()) alive->accumulator_changed(*target);
-        return gradient;
-      }));
+  watch(sink);
   if (frozen) sink.parameter.set_requires_grad(false);
   offer_fused(sink);
 }
@@ -71,7 +86,7 @@ Members::~Members() {
   for (const Sink& sink : sinks_) {
     if (!sink.accumulator) continue;
     std::erase_if(torch::autograd::impl::hooks(sink.parameter),
-                  [](const auto& hook) { return dynamic_cast<const PreHook*>(hook.get()) != nullptr; });
+                  [&](const auto& hook) { return LeafHook::is_of(*hook, sink); });
   }
 }
 
@@ -81,7 +96,13 @@ bool Members::alone(const Sink& sink, const torch::autograd::Node& accumulator) 
     return false;
   }
   const auto& hooks = torch::autograd::impl::hooks(sink.parameter);
-  return hooks.size() == 1 && dynamic_cast<const PreHook*>(hooks[0].get()) != nullptr;
+  return hooks.size() == 1 && LeafHook::is_of(*hooks[0], sink);
+}
+
+void Members::watch(Sink& sink) {
+  auto& hooks = torch::autograd::impl::hooks(sink.parameter);
+  if (std::ranges::any_of(hooks, [&](const auto& hook) { return LeafHook::is_of(*hook, sink); })) return;
+  hooks.push_back(std::make_unique<LeafHook>(entrances_, &sink));
 }
 
 void Members::follow_accumulator(Sink& sink) {

@@ -54,6 +54,8 @@ class Members {
 
   // A parameter that can have an accumulator only now gets its hooks now.
   void hook(Sink& sink);
+  // Hears of a new accumulator of its parameter, whatever hooks the user registers or removes; for between two passes.
+  void watch(Sink& sink);
   // A parameter that was given other memory (torch::load) or another dtype for a while has a new accumulator, which knows
   // nothing of us.
   void follow_accumulator(Sink& sink);

@@ -242,6 +242,9 @@ void Reducer::backward_ended(std::exception_ptr failure) {
     callers_.add(device);
     follow_caller(device);
   });
+  for (Sink& sink : members_.sinks()) {
+    if (sink.accumulator) members_.watch(sink);
+  }
   if (pass.sync == OpenPass::Sync::reduced) {
     close_synced_pass(pass);
   } else {

@@ -272,7 +272,7 @@ def nested_checkpoints(play: Play) -> Iterator[Any]:
         x = torch.tanh(play.model.blocks[0](x)) if depth % 20 == 0 else torch.sin(x)
         return x if depth == 0 else checkpoint(lambda y: deep(depth - 1, y), x, use_reentrant=True)
 
-    play.backward(deep(70, play.data().requires_grad_()).pow(2).mean())
+    play.backward(deep(100, play.data().requires_grad_()).pow(2).mean())
     yield STEP
 
 

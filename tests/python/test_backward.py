@@ -176,3 +176,33 @@ def test_what_a_backward_throws_is_what_the_user_gets() -> None:
     engine.step()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert distance(engine, model, twin) < 1e-12
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_hooks_on_parameters_are_called_whenever_they_were_registered(when: str) -> None:
+    def doubled(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: 2 * grad)
+
+    model, twin = make(), make()
+    if when != "after":
+        doubled(model)
+        doubled(twin)
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    if when != "before":
+        doubled(model)
+        doubled(twin)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for i in range(3):
+        Play(model, 0, 1, 1.0).loss(i).backward()
+        Play(twin, 0, 1, 1.0).loss(i).backward()
+        engine.step()
+        optimizer.step()
+        engine.zero_grad()
+        optimizer.zero_grad()
+        # Another dtype for a while makes new accumulators, which the engine hears of.
+        for one in (model, twin):
+            one.float()
+            one.double()
+    assert distance(engine, model, twin) < 1e-6
+    assert distance(engine, model, make()) > 1e-3

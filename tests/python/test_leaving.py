@@ -1,0 +1,305 @@
+"""Leaving in every way: exceptions, interrupts, threads, forks, garbage collection; and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plumb
+from programs import nested_checkpoints
+from stage import Block, Net, Play, compare, make
+
+STRATEGIES = ["ddp", "zero2", "zero3"]
+
+
+# ---- patterns that are hard on threads
+
+
+def nested(strategy: str) -> float:
+    return compare(nested_checkpoints, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_hundred_nested_checkpoints(strategy: str) -> None:
+    # In fresh processes: torch refuses deep backwards in a fork of a process that ran some.
+    assert max(plumb.spawn(nested, 2, (strategy,), method="spawn")) <= 1e-10
+
+
+class Hooked(Net):
+    """A model whose parameters have hooks in Python that make garbage with cycles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.calls = 0
+        for parameter in self.parameters():
+            parameter.register_hook(self.count)
+
+    def count(self, gradient: torch.Tensor) -> None:
+        circle: list[Any] = [gradient]
+        circle.append(circle)
+        self.calls += 1
+
+
+def stressed(strategy: str) -> int:
+    """Data-loader threads, hooks in Python, gradients that are read, and a collection at every allocation."""
+    model = Hooked()
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            circle: list[Any] = [torch.randn(64), {}]
+            circle.append(circle)
+
+    loaders = [threading.Thread(target=load, daemon=True) for _ in range(2)]
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    for loader in loaders:
+        loader.start()
+    try:
+        with plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, units=[Block]) as engine:
+            for i in range(8):
+                Play(model, engine.world.rank, 2, 1.0).loss(i).backward()
+                kept = [parameter.grad for parameter in model.parameters()]
+                engine.step()
+                engine.zero_grad()
+                del kept
+    finally:
+        stop.set()
+        for loader in loaders:
+            loader.join()
+        gc.set_threshold(*before)
+    return model.calls
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_deadlock_with_threads_hooks_and_collections(strategy: str) -> None:
+    assert min(plumb.spawn(stressed, 2, (strategy,), timeout=200)) > 50
+
+
+def user_threads() -> float:
+    """Backwards of a model of one's own per thread, beside each other."""
+    world = plumb.World()
+    far = [1.0] * 4
+    models = [(make(), make()) for _ in range(4)]
+
+    def work(i: int) -> None:
+        model, twin = models[i]
+        with plumb.Engine(model, plumb.SGD(lr=0.1), world=world) as engine:
+            optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+            for step in range(5):
+                for one in (model, twin):
+                    Play(one, i, 1, 1.0).loss(step).backward()
+                engine.step()
+                engine.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+            far[i] = max(float((a - b).abs().max().detach()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return max(far)
+
+
+def test_backwards_in_threads_of_the_users() -> None:
+    assert user_threads() <= 1e-12
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((12,), float(i)).double()
+
+
+def with_workers(strategy: str) -> float:
+    model = make()
+    with plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-3), strategy=strategy, units=[Block]) as engine:
+        seen = 0.0
+        for _ in range(2):
+            for batch in torch.utils.data.DataLoader(Rows(), batch_size=6, num_workers=2, multiprocessing_context="fork"):
+                model(batch).pow(2).mean().backward()
+                engine.step()
+                engine.zero_grad()
+                seen += float(batch.sum())
+        return seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_forked_workers_of_a_data_loader(strategy: str) -> None:
+    assert plumb.spawn(with_workers, 2, (strategy,)) == [2 * 12.0 * sum(range(24))] * 2
+
+
+# ---- nothing is left
+
+
+def built_and_dropped(count: int) -> tuple[int, int, int]:
+    """After `count` engines: objects of Python's, threads, and how many engines still live."""
+    plumb.world()
+    alive = []
+    at = [0, 0]
+    for i in range(count):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        kind = ("ddp", "zero3")[i % 2]
+        engine = plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=kind, units=[nn.Linear])
+        model(torch.ones(1, 3)).sum().backward()
+        engine.step()
+        alive += [weakref.ref(engine), weakref.ref(model)]
+        del model, engine
+        if i == count // 10:
+            gc.collect()
+            at = [len(gc.get_objects()), threading.active_count()]
+    gc.collect()
+    lives = sum(one() is not None for one in alive)
+    return len(gc.get_objects()) - at[0] - len(alive) * 9 // 10, threading.active_count() - at[1], lives
+
+
+def memory() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def leaks() -> tuple[int, int, int, float]:
+    built_and_dropped(100)
+    before = memory()
+    objects, threads, lives = built_and_dropped(1000)
+    return objects, threads, lives, (memory() - before) / 2**20
+
+
+def test_a_thousand_engines_leave_nothing() -> None:
+    (result,) = plumb.spawn(leaks, 1, timeout=200)
+    objects, threads, lives, megabytes = result
+    assert lives == 0 and threads == 0
+    assert objects < 500 and megabytes < 40, result
+
+
+# ---- the end of a process
+
+HEAD = """
+import os, signal, sys, torch, torch.distributed as dist, plumb
+dist.init_process_group("gloo")
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+wrapped, model = plumb.DistributedDataParallel(make()), make()
+engine = plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="zero3", units=[torch.nn.Linear])
+"""
+PASS = "for each in (wrapped, model):\n    each(torch.ones(2, 4)).sum().backward()\n"
+ENDS = {
+    "runs off its end": ("", 0),
+    "raises inside no_sync": ("with wrapped.no_sync(), engine.no_sync():\n    raise KeyError('mine')", 1),
+    "destroys its process group first": ("dist.destroy_process_group()\nsys.exit(3)", 3),
+}
+
+
+def run_ranks(text: str, tmp_path: pathlib.Path) -> list[subprocess.CompletedProcess[str]]:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        **os.environ, "PYTHONPATH": str(pathlib.Path(plumb._C.__file__).parents[1]), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program)], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for rank in range(2)
+    ]
+    done = []
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        done.append(subprocess.CompletedProcess(rank.args, rank.returncode, out, err))
+    return done
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_as_it_would_without(end: str, tmp_path: pathlib.Path) -> None:
+    what, status = ENDS[end]
+    for rank in run_ranks(HEAD + PASS + PASS + what + "\n", tmp_path):
+        assert rank.returncode == status, rank.stderr
+        assert "terminate" not in rank.stderr and "Fatal" not in rank.stderr, rank.stderr
+
+
+def test_an_interrupt_in_the_middle_of_a_backward_ends_every_rank(tmp_path: pathlib.Path) -> None:
+    text = HEAD + (
+        "if dist.get_rank() == 0:\n"
+        "    def hook(grad):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        for _ in range(1000): pass\n"
+        "    model[1].weight.register_hook(hook)\n"
+    ) + PASS + "engine.step()\n"  # fmt: skip
+    zero, one = run_ranks(text, tmp_path)
+    assert zero.returncode in (1, -signal.SIGINT, 130) and "KeyboardInterrupt" in zero.stderr, zero.stderr
+    assert one.returncode == 1 and "plumb.Error" in one.stderr, one.stderr
+
+
+# ---- errors
+
+
+class Tired(torch.optim.SGD):
+    """Throws in its second step, on rank 0."""
+
+    tired = False
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.tired:
+            raise ValueError("tired")
+        return super().step(closure)
+
+
+plumb.elementwise(Tired)
+
+
+def optimizer_throws(strategy: str) -> list[str]:
+    model = make()
+    optimizer = Tired(model.parameters(), lr=0.1)
+    engine = plumb.Engine(model, optimizer, strategy=strategy, units=[Block])
+    said = []
+    for i in range(3):
+        Play(model, engine.world.rank, 2, 1.0).loss(i).backward()
+        optimizer.tired = i == 1 and engine.world.rank == 0
+        try:
+            engine.step()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        engine.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_that_throws_on_one_rank_is_an_error_at_the_next_step(strategy: str) -> None:
+    zero, one = plumb.spawn(optimizer_throws, 2, (strategy,))
+    assert zero[0] == "ValueError: tired" and len(zero) == 2 and len(one) == 1
+    for said in (zero[1], one[0]):
+        assert "Error" in said and "left by an exception" in said, said
+
+
+def errors_of_backwards() -> None:
+    dist.init_process_group("gloo")
+    model = plumb.DistributedDataParallel(make())
+    rank = dist.get_rank()
+    # Taken away by a hook, inside of autograd.
+    handle = model.module.last.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(plumb.Error, match="last.weight"):
+        Play(model, rank, 2, 1.0).loss(0).backward()
+    handle.remove()
+
+
+def test_errors_out_of_backward_are_plumbs() -> None:
+    plumb.spawn(errors_of_backwards, 2)
