@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import Any
 
 import pytest
 import torch
