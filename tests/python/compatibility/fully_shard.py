@@ -130,7 +130,7 @@ def dp_mesh_dims() -> None:
 def param_dtype() -> None:
     seen = []
     model = sharded(mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, module.weight.dtype)))
+    model[0].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
     model(data(0))
     assert seen == [(torch.bfloat16, torch.bfloat16)]
 
@@ -147,7 +147,7 @@ def reduce_dtype() -> None:
 
 def output_dtype() -> None:
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    assert sharded(mp_policy=policy)(data(0)).dtype == torch.float64
+    assert plumb.fully_shard(net(), mp_policy=policy)(data(0)).dtype == torch.float64
 
 
 def cast_forward_inputs() -> None:
