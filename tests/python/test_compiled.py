@@ -187,7 +187,7 @@ def branches() -> torch.nn.Module:
     return Branches().double()
 
 
-class Turned(Block):
+class Single(Block):
     """Its weight is used once more after its gradient was made: the graph needs it until its end."""
 
     def __init__(self) -> None:
@@ -195,13 +195,13 @@ class Turned(Block):
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.weight @ x.t()).t()
+        return torch.tanh(x @ self.weight)
 
 
-def turned() -> torch.nn.Module:
+def single() -> torch.nn.Module:
     torch.manual_seed(4)
     model = Net()
-    model.blocks = torch.nn.ModuleList(Turned() for _ in range(3))
+    model.blocks = torch.nn.ModuleList(Single() for _ in range(3))
     return model.double()
 
 
@@ -224,7 +224,7 @@ def special(strategy: str) -> dict[str, float | str]:
         "two producers": lambda: compare(two_producers, strategy, world, whole),
         "autograd.grad": lambda: compare(differentiated_by_hand, strategy, world, whole),
         "branches": lambda: compare(plain, strategy, world, whole, branches),
-        "used after its gradient": lambda: compare(plain, strategy, world, whole, turned),
+        "used after its gradient": lambda: compare(plain, strategy, world, whole, single),
         "each block": lambda: compare(plain, strategy, world, each_block),
         "each block, accumulating": lambda: compare(ROWS["two backwards, accumulating"], strategy, world, each_block),
     }
