@@ -145,7 +145,6 @@ class Options:
     def __init__(self) -> None: ...
     strategy: str
     mesh: Mesh
-    cut_at_parameters: bool
     bucket_bytes: int
     first_bucket_bytes: int
     accumulate_dtype: torch.dtype | None

@@ -141,7 +141,8 @@ class Engine:
                 optim.check(optimizer, named, cuts_state, strategy)
                 owns = cuts_state or (options.master_weights and any(_is_half(p) for _, p in named))
                 whole = not (optim.is_elementwise(optimizer) if elementwise is None else elementwise)
-                options.cut_at_parameters = cuts_state and whole
+                if cuts_state and whole:
+                    options.cut = _C.Cut.at_parameters
                 native_optimizer = _C.UserOptimizer() if owns else _C.NoOptimizer()
             elif optimizer is None:
                 native_optimizer = _C.NoOptimizer()

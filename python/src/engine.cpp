@@ -180,9 +180,6 @@ void bind_options(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("strategy", &Options::strategy)
       .def_readwrite("mesh", &Options::mesh)
-      .def_property(
-          "cut_at_parameters", [](const Options& options) { return options.cut == Cut::at_parameters; },
-          [](Options& options, bool whole) { options.cut = whole ? Cut::at_parameters : Cut::anywhere; })
       .def_readwrite("bucket_bytes", &Options::bucket_bytes)
       .def_readwrite("first_bucket_bytes", &Options::first_bucket_bytes)
       .def_readwrite("accumulate_dtype", &Options::accumulate_dtype)

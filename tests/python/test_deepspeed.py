@@ -448,7 +448,7 @@ def test_the_model_is_saved_whole(tmp_path: pathlib.Path) -> None:
 
 
 def test_docstrings_are_true() -> None:
-    tried = doctest.testmod(importlib.import_module("plumb.deepspeed.engine"))
+    tried = doctest.testmod(importlib.import_module("plumb.deepspeed.start"))
     assert tried.attempted > 0 and tried.failed == 0
 
 

@@ -18,8 +18,9 @@ import argparse
 from . import comm, ops, utils, zero
 from .config import Config as DeepSpeedConfig
 from .config import ConfigError as DeepSpeedConfigError
-from .engine import DeepSpeedEngine, init_distributed, initialize
+from .engine import DeepSpeedEngine
 from .optimizer import DeepSpeedOptimizer
+from .start import init_distributed, initialize
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -14,6 +14,18 @@ from .config import Config, ConfigError
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
+def check_mpu(mpu: Any, size: int) -> None:
+    if mpu is None:
+        return
+    if not hasattr(mpu, "get_data_parallel_world_size"):
+        raise ConfigError("mpu has no get_data_parallel_world_size(); expected a unit of model parallelism")
+    if mpu.get_data_parallel_world_size() != size:
+        raise ConfigError(
+            f"mpu says that {mpu.get_data_parallel_world_size()} of {size} ranks are data parallel; model parallelism is not"
+            " supported here"
+        )
+
+
 def offloads(config: Config, what: str) -> bool:
     """``what``: optimizer or param."""
     old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .engine import init_distributed
+from .start import init_distributed
 
 __all__ = ["init_distributed"]
 

@@ -1,4 +1,4 @@
-"""``initialize`` and the engine it returns: DeepSpeed's face of ``plumb.Engine``."""
+"""The engine that ``initialize`` returns: DeepSpeed's face of ``plumb.Engine``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import optim
@@ -20,9 +18,9 @@ from ..engine import Engine
 from ..world import world as _world
 from . import build, zero
 from .config import Config, ConfigError
-from .methods import ANSWERS, GETTERS, NOT_HERE
+from .methods import NOT_HERE
 from .optimizer import DeepSpeedOptimizer
-from .state import State
+from .settings import Settings
 
 logger = logging.getLogger("plumb.deepspeed")
 
@@ -49,7 +47,7 @@ def _share(output: torch.Tensor, engine: "DeepSpeedEngine") -> Any:
     return _Share.apply(output, engine)  # type: ignore[no-untyped-call]
 
 
-class DeepSpeedEngine(State):
+class DeepSpeedEngine(Settings):
     """A model that trains as its config says. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
     ``engine.engine`` is the ``plumb.Engine`` behind it.
@@ -77,7 +75,7 @@ class DeepSpeedEngine(State):
         try:
             self._config = Config(config, self._world.size)
             self.config: dict[str, Any] = self._config.given
-            _check_mpu(mpu, self._world.size)
+            build.check_mpu(mpu, self._world.size)
             self.module = model
             self.mpu, self.collate_fn, self.args = mpu, collate_fn, args
             build.cast(model, self._config)
@@ -270,165 +268,6 @@ class DeepSpeedEngine(State):
         """Of the last step's gradients, before they were clipped."""
         return self._grad_norm
 
-    def _needs_optimizer(self, what: str) -> None:
-        if self._destroyed:
-            raise ConfigError(f"{what}() of an engine that was destroyed; initialize a new one")
-        if self.basic_optimizer is None:
-            raise ConfigError(f"must provide optimizer during init in order to use {what}")
-
-    # ---- rates
-
-    def get_lr(self) -> list[float]:
-        return self._of_groups("lr")
-
-    def set_lr(self, lr: float) -> None:
-        self._needs_optimizer("set_lr")
-        self.engine.set_lr(lr)
-
-    def get_type(self) -> list[Any]:
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-        return [group.get(key, 0.0) for group in groups]
-
-    # ---- batches
-
-    def get_batch_info(self) -> tuple[Any, Any, Any]:
-        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """By another number of micro-batches."""
-        part = self.train_micro_batch_size_per_gpu() * self.world_size
-        if train_batch_size <= 0 or train_batch_size % part != 0:
-            raise ConfigError("Train batch size must be divisible by micro-batch data parallelism")
-        self._config.values["train_batch_size"] = train_batch_size
-        self._config.values["gradient_accumulation_steps"] = train_batch_size // part
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        self._config.values["train_micro_batch_size_per_gpu"] = micro_batch_size
-        self._config.values["train_batch_size"] = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> torch.utils.data.DataLoader[Any]:
-        """A loader of this rank's part of ``dataset``."""
-        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-            raise ConfigError("Training data must be a torch Dataset")
-        if data_sampler is None and hasattr(dataset, "__len__"):
-            data_sampler = torch.utils.data.DistributedSampler(
-                dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=route == "train"
-            )
-        return torch.utils.data.DataLoader(
-            dataset,
-            batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
-            sampler=data_sampler,
-            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type == "cuda",
-            drop_last=self._config["dataloader_drop_last"],
-        )
-
-    # ---- the world
-
-    @property
-    def world_size(self) -> int:
-        return self._world.size
-
-    dp_world_size = world_size
-
-    @property
-    def global_rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._world.local_rank
-
-    @property
-    def mp_world_size(self) -> int:
-        return 1
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-    def get_data_parallel_rank(self) -> int:
-        return self.global_rank
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_tensor_parallel_rank(self) -> int:
-        return 0
-
-    def get_sequence_parallel_group(self) -> None:
-        return None
-
-    # ---- what was configured
-
-    def zero_cpu_offload(self) -> bool:
-        return build.offloads(self._config, "optimizer")
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        return self.zero_cpu_offload()
-
-    @staticmethod
-    def is_map_style_dataset(dataset: Any) -> bool:
-        return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-    @staticmethod
-    def is_iterable_style_dataset(dataset: Any) -> bool:
-        return isinstance(dataset, torch.utils.data.IterableDataset)
-
-    def optimizer_name(self) -> str | None:
-        if self.basic_optimizer is None:
-            return None
-        given: str | None = self._config["optimizer.type"]
-        return type(self.basic_optimizer).__name__ if self.client_optimizer is not None or given is None else given
-
-    def zero_optimization(self) -> bool:
-        return bool(self._config["zero_optimization.stage"] > 0)
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return bool(self._config["zero_optimization.stage"] >= 2)
-
-    def dynamic_loss_scale(self) -> bool:
-        return bool(self._config["fp16.loss_scale"] == 0)
-
-    def initial_dynamic_scale(self) -> float:
-        return float(2 ** self._config["fp16.initial_scale_power"])
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self._config["fp16.loss_scale_window"],
-            "delayed_shift": self._config["fp16.hysteresis"],
-            "consecutive_hysteresis": self._config["fp16.consecutive_hysteresis"],
-            "min_scale": self._config["fp16.min_loss_scale"],
-        }
-
-    def postscale_gradients(self) -> bool:
-        return not self._config["prescale_gradients"]
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        model = self._config.half or torch.float32
-        return model, self._config["data_types.grad_accum_dtype"] or model
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        return self._config.sums or torch.float32
-
     # ---- the rest of its life
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -470,102 +309,6 @@ class DeepSpeedEngine(State):
             if name in NOT_HERE:
                 raise NotHere(f"'{name}' of DeepSpeed's engine is not supported: {NOT_HERE[name]}") from None
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
-
-
-def _getter(name: str, key: str) -> Callable[[DeepSpeedEngine], Any]:
-    def get(self: DeepSpeedEngine) -> Any:
-        return self._config[key]
-
-    get.__name__, get.__doc__ = name, f"``{key}`` of the config."
-    return get
-
-
-def _answer(name: str, value: Any) -> Callable[[DeepSpeedEngine], Any]:
-    def get(self: DeepSpeedEngine) -> Any:
-        return value
-
-    get.__name__, get.__doc__ = name, f"{value!r}: what it asks about is not here."
-    return get
-
-
-for _name, _key in GETTERS.items():
-    setattr(DeepSpeedEngine, _name, _getter(_name, _key))
-for _name, _value in ANSWERS.items():
-    setattr(DeepSpeedEngine, _name, _answer(_name, _value))
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """The engine, its optimizer, a loader of ``training_data`` and the learning-rate schedule, as the config says.
-
-    >>> import torch, plumb.deepspeed
-    >>> model = torch.nn.Linear(4, 1)
-    >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    >>> engine, optimizer, _, _ = plumb.deepspeed.initialize(model=model, config=config)
-    >>> engine.backward(engine(torch.ones(2, 4)).mean()).requires_grad
-    True
-    >>> engine.step()
-    >>> engine.global_steps
-    1
-    """
-    if model is None:
-        raise ConfigError("deepspeed.initialize requires a model")
-    if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
-        raise ConfigError(f"mesh_param is {mesh_param}; sequence parallelism is not supported, leave it out")
-    if config is None:
-        config = config_params
-    from_args = getattr(args, "deepspeed_config", None)
-    if from_args is not None:
-        if config is not None:
-            raise ConfigError(
-                "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()"
-                " function call"
-            )
-        config = from_args
-    if config is None:
-        raise ConfigError("DeepSpeed requires --deepspeed_config to specify configuration file")
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
-    engine = DeepSpeedEngine(
-        args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, dist_init_required, collate_fn, config
-    )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def init_distributed(
-    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500, **_: Any
-) -> None:
-    """``torch.distributed`` from the variables of the launcher, if there is one and nobody did so before."""
-    if not dist.is_available() or dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
-
-
-def _check_mpu(mpu: Any, size: int) -> None:
-    if mpu is None:
-        return
-    if not hasattr(mpu, "get_data_parallel_world_size"):
-        raise Error("mpu has no get_data_parallel_world_size(); expected a unit of model parallelism")
-    if mpu.get_data_parallel_world_size() != size:
-        raise ConfigError(
-            f"mpu says that {mpu.get_data_parallel_world_size()} of {size} ranks are data parallel; model parallelism is not"
-            " supported here"
-        )
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -38,7 +38,7 @@ class Init:
     """A model built inside is the one that a plain program builds, and ``initialize`` shards it.
 
     Every argument of DeepSpeed's is taken. The model is whole on each rank until then: to build one that no rank can hold, see
-    ``plumb.Engine`` and ``plumb::Deferred``.
+    ``plumb.deferred`` and ``plumb.Engine``.
     """
 
     def __init__(
