@@ -3,6 +3,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,15 @@ class Mutants(unittest.TestCase):
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             for kind, good in zip(some, pool.map(lambda of_kind: [compiles(m) for m in of_kind], some.values())):
                 self.assertGreater(2 * sum(good), len(good), f"{kind}: {some[kind]}")
+
+    @unittest.skipUnless(shutil.which("patch"), "needs the program patch")
+    def test_every_mutant_made_by_hand_fits_the_present_source(self):
+        def fits(path):
+            with open(path, "rb") as file:
+                return subprocess.run(["patch", "--dry-run", "--silent", "--force", "-p1"], stdin=file, capture_output=True,
+                                      cwd=HERE.parents[1]).returncode == 0
+
+        self.assertEqual([path.name for path in sorted(HERE.glob("*.patch")) if not fits(path)], [])
 
 
 if __name__ == "__main__":
