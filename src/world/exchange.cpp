@@ -47,21 +47,6 @@ std::vector<std::vector<int64_t>> exchange(const World& world, std::span<const i
   return control_group(world).exchange(mine, where);
 }
 
-std::vector<std::vector<int64_t>> Group::exchange(std::span<const int64_t> mine, const Where& where) {
-  const int size = this->size();
-  if (size == 1) return {{mine.begin(), mine.end()}};
-  const int64_t length = static_cast<int64_t>(mine.size());
-  if (length == 0) return std::vector<std::vector<int64_t>>(size);
-  at::Tensor shard = at::empty({length}, at::kLong);
-  std::copy(mine.begin(), mine.end(), shard.data_ptr<int64_t>());
-  at::Tensor full = at::empty({length * size}, at::kLong);
-  all_gather(full, shard).wait(where);
-  std::vector<std::vector<int64_t>> all;
-  const int64_t* values = full.data_ptr<int64_t>();
-  for (int r = 0; r < size; ++r) all.emplace_back(values + r * length, values + (r + 1) * length);
-  return all;
-}
-
 namespace {
 
 // Threads of one process: everybody holds on to everybody's storage.
@@ -102,6 +87,7 @@ Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, cons
   Shared shared;
   std::shared_ptr<ShmHeap> heap;
   const bool alone = size() == 1;
+  if (!alone && impl_->watch->wire()->shaped()) return {allocate(numel, options), {}};
   const bool threads = !alone && impl_->backend->getBackendName() == "local";
   if (!alone && !threads && options.device().is_cpu()) {  // devices do not read each other here
     // Processes of one machine share memory for this whatever carries their collectives.
@@ -142,6 +128,14 @@ std::vector<std::string> exchange_text(const World& world, const std::string& mi
   const char* bytes = static_cast<const char*>(full.data_ptr());
   for (int r = 0; r < world.size(); ++r) all.emplace_back(bytes + r * longest, lengths[r][0]);
   return all;
+}
+
+Wire::Counts wire_counts(const World& world) {
+  const auto& watch = world.impl().watch;
+  if (!watch) return {};
+  Wire::Counts counts = watch->wire()->counts();
+  counts[static_cast<size_t>(Cargo::store)].messages = watch->store_messages();
+  return counts;
 }
 
 void report_failure(const World& world, const std::string& what, const Where& where) {

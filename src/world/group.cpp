@@ -5,15 +5,17 @@
 #include <ATen/ops/view_as_real.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <bit>
 #include <cstring>
+#include <thread>
 #include <utility>
 
+#include "world/collective.h"
 #include "world/round.h"
 #include "world/sum.h"
 #include "world/world_impl.h"
 
 namespace plumb {
-namespace {
 
 void check_contiguous(const Group::Impl& group, const char* verb, const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return;
@@ -32,34 +34,27 @@ void check_parts(const Group::Impl& group, const char* verb, const at::Tensor& f
                               "; pad the shards to one size");
 }
 
-// The memory of a contiguous tensor as real numbers.
+Cargo cargo_of(const Ticket& ticket) {
+  return ticket.group == gather_index ? Cargo::gather : ticket.group == data_index ? Cargo::data : Cargo::control;
+}
+
 at::Tensor as_real(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach();
   return (plain.is_complex() ? at::view_as_real(plain) : plain).view({-1});
 }
 
-// The memory of a contiguous tensor in a form the backend moves.
-at::Tensor as_cargo(const Group::Impl& group, const at::Tensor& tensor) {
-  const at::Tensor flat = as_real(tensor);
-  return group.any_dtype ? flat : flat.view(at::kByte);
+int64_t padded(const at::Tensor& part) {
+  constexpr int64_t alignment = 16;
+  return round_up(static_cast<int64_t>(part.nbytes()), alignment);
 }
 
-template <class Call>
-Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call, std::function<void()> finish = {}) {
-  group.watch->check();
-  Ticket ticket{group.index, 0};
-  std::lock_guard lock(group.issuing);
-  c10::intrusive_ptr<c10d::Work> work;
-  try {
-    work = call(*group.backend);
-  } catch (const Error&) {
-    throw;  // bad arguments
-  } catch (...) {
-    group.watch->explain(std::current_exception(), Where{.detail = "issuing a collective"}, ticket);
+Pending under_way(Group::Impl& group, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> keep, Ticket ticket,
+                  Wire::Moment arrival, std::function<void()> finish) {
+  {
+    std::lock_guard lock(group.issuing);
+    group.forget_ended();
+    group.pending.emplace_back(work);
   }
-  ticket.number = group.watch->count(group.index);
-  group.forget_ended();
-  group.pending.emplace_back(work);
   auto end = [weak = group.weak_from_this(), finish = std::move(finish)] {
     if (finish) finish();
     if (const auto alive = weak.lock()) {
@@ -67,13 +62,59 @@ Pending start(Group::Impl& group, std::vector<at::Tensor> keep, const Call& call
       alive->forget_ended();
     }
   };
-  return Pending(std::move(work), group.watch, std::move(keep), ticket, std::move(end));
+  return Pending(std::move(work), group.watch, std::move(keep), std::make_shared<Ticket>(std::move(ticket)), arrival,
+                 std::move(end));
 }
 
-// What a part takes in a message of several, so that the next begins where a number of any type may.
-int64_t padded(const at::Tensor& part) {
-  constexpr int64_t alignment = 16;
-  return round_up(static_cast<int64_t>(part.nbytes()), alignment);
+namespace {
+
+// The memory of a contiguous tensor in a form the backend moves.
+at::Tensor as_cargo(const Group::Impl& group, const at::Tensor& tensor) {
+  const at::Tensor flat = as_real(tensor);
+  return group.any_dtype ? flat : flat.view(at::kByte);
+}
+
+// What a collective of the backend's own costs a rank, done as rings and trees do it.
+struct Cost {
+  int64_t rounds = 0;
+  int64_t messages = 0;
+  int64_t bytes = 0;
+
+  static Cost ring(const Group::Impl& group, int64_t turns, const at::Tensor& whole) {
+    const int64_t steps = turns * (group.size - 1);
+    return {steps, steps, steps * static_cast<int64_t>(whole.nbytes()) / group.size};
+  }
+  static Cost to_each(const Group::Impl& group, const at::Tensor& whole) {
+    return {1, group.size - 1, (group.size - 1) * static_cast<int64_t>(whole.nbytes()) / group.size};
+  }
+  static Cost tree(const Group::Impl& group, int64_t bytes) {
+    const int64_t depth = std::bit_width(static_cast<unsigned>(group.size - 1));
+    return {depth, depth, bytes * depth};
+  }
+};
+
+template <class Call>
+Pending start(Group::Impl& group, Cost cost, std::vector<at::Tensor> keep, const Call& call,
+              std::function<void()> finish = {}) {
+  group.watch->check();
+  Ticket ticket{.group = group.index, .members = group.members};
+  c10::intrusive_ptr<c10d::Work> work;
+  {
+    std::lock_guard lock(group.issuing);
+    try {
+      work = call(*group.backend);
+    } catch (const Error&) {
+      throw;  // bad arguments
+    } catch (...) {
+      group.watch->explain(std::current_exception(), Where{.detail = "issuing a collective"}, ticket);
+    }
+    ticket.number = group.watch->count(group.index);
+  }
+  if (group.host_memory) cost.rounds = 1;  // everybody reads everybody's
+  Wire& wire = *group.watch->wire();
+  wire.sent(cargo_of(ticket), cost.rounds, cost.messages, cost.bytes);
+  return under_way(group, std::move(work), std::move(keep), std::move(ticket), wire.arrival(cost.rounds, cost.bytes),
+                   std::move(finish));
 }
 
 // `sent`: for every rank, its part of every sum. Everybody's parts for this rank come, and are summed in rank order.
@@ -94,16 +135,16 @@ Pending reduce_here(Group::Impl& group, std::vector<at::Tensor> outs, at::Tensor
   keep.insert(keep.end(), {sent, received});
   std::vector<int64_t> equal;
   return start(
-      group, std::move(keep),
+      group, Cost::to_each(group, sent), std::move(keep),
       [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, sum);
 }
 
 }  // namespace
 
 Pending::Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
-                 const Ticket& ticket, std::function<void()> finish)
-    : work_(std::move(work)), watch_(std::move(watch)), keep_(std::move(keep)), group_(ticket.group),
-      number_(ticket.number), finish_(std::move(finish)) {}
+                 std::shared_ptr<const Ticket> ticket, Wire::Moment arrival, std::function<void()> finish)
+    : work_(std::move(work)), watch_(std::move(watch)), keep_(std::move(keep)), ticket_(std::move(ticket)),
+      arrival_(arrival), finish_(std::move(finish)) {}
 Pending::Pending() = default;
 Pending::~Pending() = default;
 Pending::Pending(Pending&&) noexcept = default;
@@ -113,9 +154,17 @@ void Pending::wait(const Where& where) {
   if (!work_) return;
   const auto work = std::move(work_);
   work_.reset();
-  const Ticket ticket{group_, number_};
+  const Ticket& ticket = *ticket_;
   if (keep_.empty() || keep_.front().is_cpu()) {
+    const Cargo cargo = cargo_of(ticket);
+    const Timeline::Scope scope(watch_->timeline(),
+                                cargo == Cargo::data     ? "wait for data"
+                                : cargo == Cargo::gather ? "wait for gathers"
+                                                         : "control",
+                                [&] { return describe(where); });
+    watch_->wire()->waited(cargo, !work->isCompleted());
     watch_->wait(*work, where, ticket);
+    std::this_thread::sleep_until(arrival_);
   } else {
     try {
       work->wait();  // orders the current stream; the host goes on
@@ -160,6 +209,7 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
   group->native_reduce_scatter = name != "gloo";
   group->any_dtype = name == "local" || name == "shm";
   group->host_memory = name == "shm";
+  group->has_links = Links::offered_by(*backend);
   group->backend = std::move(backend);
   group->watch = std::move(watch);
   group->index = index;
@@ -170,7 +220,8 @@ Pending Group::all_reduce(at::Tensor tensor) {
   check_contiguous(*impl_, "all_reduce", tensor);
   if (size() == 1 || tensor.numel() == 0) return {};
   std::vector<at::Tensor> cargo{as_real(tensor)};
-  return start(*impl_, cargo, [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
+  return start(*impl_, Cost::ring(*impl_, 2, cargo[0]), cargo,
+               [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
 }
 
 bool Group::messages_are_dear() const { return size() > 1 && !impl_->native_reduce_scatter; }
@@ -185,7 +236,8 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   at::Tensor out = as_real(shard);
   at::Tensor in = as_real(full);
   if (impl_->native_reduce_scatter) {
-    return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(out, in); });
+    return start(*impl_, Cost::ring(*impl_, 1, in), {out, in},
+                 [&](c10d::Backend& backend) { return backend._reduce_scatter_base(out, in); });
   }
   if (out.is_cpu()) return reduce_here(*impl_, {out}, in.view(at::kByte));
   at::Tensor parts = at::empty_like(in);
@@ -200,7 +252,7 @@ Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   at::Tensor sent = in.view(at::kByte);
   std::vector<int64_t> equal;
   return start(
-      *impl_, {out, in, parts},
+      *impl_, Cost::to_each(*impl_, in), {out, in, parts},
       [&](c10d::Backend& backend) { return backend.alltoall_base(received, sent, equal, equal); }, std::move(sum));
 }
 
@@ -235,7 +287,7 @@ at::Tensor Group::all_to_all(const at::Tensor& full, const Where& where) {
   at::Tensor sent = as_cargo(*impl_, full);
   at::Tensor received = as_cargo(*impl_, parts);
   std::vector<int64_t> equal;
-  start(*impl_, {parts, full}, [&](c10d::Backend& backend) {
+  start(*impl_, Cost::to_each(*impl_, full), {parts, full}, [&](c10d::Backend& backend) {
     return backend.alltoall_base(received, sent, equal, equal);
   }).wait(where);
   return parts;
@@ -250,7 +302,8 @@ Pending Group::all_gather(at::Tensor full, at::Tensor shard) {
   }
   at::Tensor out = as_cargo(*impl_, full);
   at::Tensor in = as_cargo(*impl_, shard);
-  return start(*impl_, {out, in}, [&](c10d::Backend& backend) { return backend._allgather_base(out, in); });
+  return start(*impl_, Cost::ring(*impl_, 1, out), {out, in},
+               [&](c10d::Backend& backend) { return backend._allgather_base(out, in); });
 }
 
 Pending Group::broadcast(at::Tensor tensor, int root) {
@@ -262,12 +315,13 @@ Pending Group::broadcast(at::Tensor tensor, int root) {
   std::vector<at::Tensor> cargo{as_cargo(*impl_, tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return start(*impl_, cargo, [&](c10d::Backend& backend) { return backend.broadcast(cargo, options); });
+  return start(*impl_, Cost::tree(*impl_, static_cast<int64_t>(tensor.nbytes())), cargo,
+               [&](c10d::Backend& backend) { return backend.broadcast(cargo, options); });
 }
 
 Pending Group::barrier() {
   if (size() == 1) return {};
-  return start(*impl_, {}, [](c10d::Backend& backend) { return backend.barrier(); });
+  return start(*impl_, Cost::tree(*impl_, 0), {}, [](c10d::Backend& backend) { return backend.barrier(); });
 }
 
 bool Group::owns_memory(c10::Device device) const {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -36,9 +37,10 @@ struct Ticket;
 class Pending {
  public:
   Pending();  // already done
-  // `finish`: what remains to be done on this rank once the work has ended.
+  // `finish`: what remains to be done on this rank once the work has ended. `arrival`: it ends not before.
   Pending(c10::intrusive_ptr<c10d::Work> work, std::shared_ptr<Watch> watch, std::vector<at::Tensor> keep,
-          const Ticket& ticket, std::function<void()> finish = {});
+          std::shared_ptr<const Ticket> ticket, std::chrono::steady_clock::time_point arrival,
+          std::function<void()> finish = {});
   ~Pending();
   Pending(Pending&&) noexcept;
   Pending& operator=(Pending&&) noexcept;
@@ -48,8 +50,8 @@ class Pending {
   c10::intrusive_ptr<c10d::Work> work_;
   std::shared_ptr<Watch> watch_;
   std::vector<at::Tensor> keep_;  // alive until the collective has ended
-  int group_ = 0;                 // the ticket's parts
-  int64_t number_ = 0;
+  std::shared_ptr<const Ticket> ticket_;
+  std::chrono::steady_clock::time_point arrival_{};  // not before, where the link is shaped
   std::function<void()> finish_;
 };
 
@@ -75,8 +77,21 @@ class Group {
   at::Tensor all_to_all(const at::Tensor& full, const Where& where);
   Pending broadcast(at::Tensor tensor, int root);
 
-  // Everybody's `mine` (the same length everywhere) in rank order. One small message; for host groups.
+  // Whether ranks here say what they gather: then gather() pairs nobody with another's.
+  bool names_gathers() const;
+  // As all_gather of each part, as one message to every rank, on the host. `what`: a digest of what is gathered. Ranks that
+  // say different things never fill each other's memory; they all get an error that says both.
+  Pending gather(const std::vector<Part>& parts, int64_t what);
+
+  // Everybody's `mine` (the same length everywhere) in rank order, in log₂ size() rounds; for host groups.
   std::vector<std::vector<int64_t>> exchange(std::span<const int64_t> mine, const Where& where);
+  // What everybody said, combined on the way: by bit, whether somebody set it and whether everybody did; and the sums, the
+  // same bits on every rank. In log₂ size() rounds, of a length that does not grow with size(); for host groups.
+  struct Combined {
+    std::vector<int64_t> any, every;
+    std::vector<double> sums;
+  };
+  Combined combine(std::span<const int64_t> bits, std::span<const double> sums, const Where& where);
 
   // Every rank arrives before any leaves.
   Pending barrier();

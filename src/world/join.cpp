@@ -11,6 +11,7 @@
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
+#include <numeric>
 #include <thread>
 
 #include "world/environment.h"
@@ -178,6 +179,8 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
     const bool crowded = heap && place.size > static_cast<int>(std::thread::hardware_concurrency());
     if (gloo && !crowded) impl->watch->keep_core(milliseconds(2));
     const std::string address = gloo ? choose_address(*impl->store, place) : "";
+    std::vector<int> everybody(place.size);
+    std::iota(everybody.begin(), everybody.end(), 0);
     impl->another = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch,
                      store = impl->store](int number) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
@@ -195,7 +198,9 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
         data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
                          timeout);
       }
-      World::Impl::Pair pair{make_group(data, watch, data_index), make_group(control, watch, control_index)};
+      const std::string name = std::to_string(number);
+      World::Impl::Pair pair{make_group(data, watch, data_index, "data " + name, everybody),
+                             make_group(control, watch, control_index, "control " + name, everybody)};
       pair.data->met = heap;
       return pair;
     };
@@ -204,17 +209,17 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
       const int size = static_cast<int>(members.size());
       if (backend == "nccl" && index == data_index) {
-        return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index);
+        return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index, name, members);
       }
       if (!heap || (backend == "gloo" && index == data_index)) {
-        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index);
+        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index, name, members);
         group->meet = meeting(keys, rank, size);
         return group;
       }
       std::string cannot;
       auto own = ShmHeap::meet(*keys, rank, size, cannot);
       if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
-      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index);
+      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index, name, members);
     };
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;
@@ -283,7 +288,9 @@ World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr
   }
   ignore_broken_pipes();
   impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(channel));
-  impl->data = make_group(backend, impl->watch, data_index);
+  std::vector<int> everybody(impl->size);
+  std::iota(everybody.begin(), everybody.end(), 0);
+  impl->data = make_group(backend, impl->watch, data_index, "adopted", everybody);
   impl->control = impl->data;
   if (!on_host) {
     Place place;

@@ -24,6 +24,7 @@ class LocalWork final : public c10d::Work {
     cv_.notify_all();
   }
   void set_number(int64_t number) { number_ = number; }
+  void set_peer(int peer) { peer_ = peer; }
 
   bool wait(std::chrono::milliseconds timeout) override {
     const auto limit = timeout == kNoTimeout ? hub_->timeout() : timeout;
@@ -35,7 +36,7 @@ class LocalWork final : public c10d::Work {
     }
     if (!done) {
       throw Error(rank_, "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) +
-                             " for " + hub_->missing(number_));
+                             " for " + (peer_ < 0 ? hub_->missing(number_) : "rank " + std::to_string(peer_)));
     }
     return true;
   }
@@ -43,6 +44,7 @@ class LocalWork final : public c10d::Work {
  private:
   std::shared_ptr<LocalHub> hub_;
   int64_t number_ = 0;
+  int peer_ = -1;  // of a message
 };
 
 namespace {
@@ -185,6 +187,16 @@ struct LocalHub::Slot {
   int arrived = 0;
 };
 
+// Of one sender, receiver and tag: messages that nobody asked for yet, or who waits for one.
+struct LocalHub::Mailbox {
+  struct Waiting {
+    at::Tensor memory;
+    c10::intrusive_ptr<LocalWork> work;
+  };
+  std::deque<at::Tensor> messages;
+  std::deque<Waiting> waiting;
+};
+
 LocalHub::LocalHub(int size, std::chrono::milliseconds timeout)
     : size_(size), timeout_(timeout), next_(size), gone_(size) {}
 LocalHub::~LocalHub() = default;
@@ -269,12 +281,81 @@ c10::intrusive_ptr<c10d::Work> LocalHub::arrive(int rank, LocalCall call) {
   return work;
 }
 
+namespace {
+
+// What a receiver got, or why it does not fit.
+std::exception_ptr hand_over(const at::Tensor& message, const at::Tensor& memory, int rank, int from) {
+  if (message.nbytes() == memory.nbytes()) {
+    move_bytes(bytes_of(memory), bytes_of(message), static_cast<int64_t>(message.nbytes()));
+    return nullptr;
+  }
+  return std::make_exception_ptr(Error(rank, "a message of " + std::to_string(message.nbytes()) + " bytes from rank " +
+                                                 std::to_string(from) + " where " + std::to_string(memory.nbytes()) +
+                                                 " were expected"));
+}
+
+std::string never_comes(int from) {
+  return "a message of rank " + std::to_string(from) + " can never come: rank " + std::to_string(from) +
+         " has ended its part; every rank must call the same collectives";
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> LocalHub::send(int rank, int to, int tag, const at::Tensor& message) {
+  auto work = c10::make_intrusive<LocalWork>(shared_from_this(), rank, c10d::OpType::SEND);
+  std::unique_lock lock(mutex_);
+  if (failure_) {
+    work->end(failure_(rank));
+    return work;
+  }
+  const auto box = mail_.try_emplace({rank, to, tag}).first;
+  work->end();
+  if (box->second.waiting.empty()) {
+    box->second.messages.push_back(message.clone());
+    return work;
+  }
+  const Mailbox::Waiting first = std::move(box->second.waiting.front());
+  box->second.waiting.pop_front();
+  if (box->second.waiting.empty()) mail_.erase(box);
+  lock.unlock();
+  first.work->end(hand_over(message, first.memory, to, rank));
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Work> LocalHub::receive(int rank, int from, int tag, const at::Tensor& memory) {
+  auto work = c10::make_intrusive<LocalWork>(shared_from_this(), rank, c10d::OpType::RECV);
+  work->set_peer(from);
+  std::unique_lock lock(mutex_);
+  if (failure_) {
+    work->end(failure_(rank));
+    return work;
+  }
+  const auto box = mail_.try_emplace({from, rank, tag}).first;
+  if (box->second.messages.empty()) {
+    box->second.waiting.push_back({memory, work});
+    if (gone_[from]) {
+      die(std::move(lock), [text = never_comes(from)](int me) { return std::make_exception_ptr(Error(me, text)); });
+    }
+    return work;
+  }
+  const at::Tensor message = std::move(box->second.messages.front());
+  box->second.messages.pop_front();
+  if (box->second.messages.empty()) mail_.erase(box);
+  lock.unlock();
+  work->end(hand_over(message, memory, rank, from));
+  return work;
+}
+
 void LocalHub::die(std::unique_lock<std::mutex> lock, Failure failure) {
   if (failure_) return;
   failure_ = failure;
   std::deque<Slot> slots = std::move(slots_);
   slots_.clear();
+  const std::map<Address, Mailbox> mail = std::exchange(mail_, {});
   lock.unlock();
+  for (const auto& [address, box] : mail) {
+    for (const auto& waiting : box.waiting) waiting.work->end(failure(std::get<1>(address)));
+  }
   for (auto& slot : slots) {
     for (int r = 0; r < size_; ++r) {
       if (slot.works[r]) slot.works[r]->end(failure(r));
@@ -290,6 +371,11 @@ void LocalHub::fail(int origin, const std::string& message) {
 void LocalHub::leave(int rank) {
   std::unique_lock lock(mutex_);
   gone_[rank] = true;
+  for (const auto& [address, box] : mail_) {
+    if (std::get<0>(address) != rank || box.waiting.empty()) continue;
+    die(std::move(lock), [text = never_comes(rank)](int me) { return std::make_exception_ptr(Error(me, text)); });
+    return;
+  }
   if (first_ + static_cast<int64_t>(slots_.size()) <= next_[rank]) return;
   const Slot& slot = slots_[std::max<int64_t>(next_[rank] - first_, 0)];
   for (int r = 0; r < size_; ++r) {

@@ -9,9 +9,11 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace plumb {
@@ -37,6 +39,10 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
 
   c10::intrusive_ptr<c10d::Work> arrive(int rank, LocalCall call);
 
+  // Messages between two ranks, in the order of their sending by tag. What is sent is copied at once.
+  c10::intrusive_ptr<c10d::Work> send(int rank, int to, int tag, const at::Tensor& message);
+  c10::intrusive_ptr<c10d::Work> receive(int rank, int from, int tag, const at::Tensor& memory);
+
   // Rank `origin` failed: every pending and later collective throws on the others.
   void fail(int origin, const std::string& message);
   // Rank `rank` issues no more: collectives it did not take part in throw.
@@ -50,6 +56,8 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
 
  private:
   struct Slot;
+  struct Mailbox;
+  using Address = std::tuple<int, int, int>;  // from, to, tag
   using Failure = std::function<std::exception_ptr(int rank)>;
 
   static void run(Slot& slot);
@@ -59,10 +67,11 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
   const int size_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;
-  std::deque<Slot> slots_;     // begun and not complete, oldest first
-  int64_t first_ = 0;          // number of slots_.front()
-  std::vector<int64_t> next_;  // by rank: number of its next collective
-  std::vector<bool> gone_;     // by rank: has left
+  std::map<Address, Mailbox> mail_;  // that somebody waits for, or that waits for somebody
+  std::deque<Slot> slots_;           // begun and not complete, oldest first
+  int64_t first_ = 0;                // number of slots_.front()
+  std::vector<int64_t> next_;        // by rank: number of its next collective
+  std::vector<bool> gone_;           // by rank: has left
   Failure failure_;
 };
 

@@ -66,6 +66,16 @@ class LocalBackend final : public c10d::Backend {
                   .output_splits = check_.in_elements(output, output_splits)});
   }
 
+  c10::intrusive_ptr<Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
+    check_.contiguous_on_cpu(check_.one(tensors));
+    return hub_->send(rank_, peer(to), tag, tensors[0]);
+  }
+
+  c10::intrusive_ptr<Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override {
+    check_.contiguous_on_cpu(check_.one(tensors));
+    return hub_->receive(rank_, peer(from), tag, tensors[0]);
+  }
+
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions&) override { return start({.op = OpType::BARRIER}); }
 
  private:
@@ -74,6 +84,11 @@ class LocalBackend final : public c10d::Backend {
       for (const auto& tensor : *tensors) check_.contiguous_on_cpu(tensor);
     }
     return hub_->arrive(rank_, std::move(call));
+  }
+
+  int peer(int rank) const {
+    if (rank >= 0 && rank < size_) return rank;
+    throw Error(rank_, "a message to or from rank " + std::to_string(rank) + " in a group of " + std::to_string(size_));
   }
 
   void same_parts(const std::vector<at::Tensor>& parts, const at::Tensor& shard) const {

@@ -7,9 +7,11 @@ namespace plumb {
 
 std::string Report::encode() const {
   std::ostringstream out;
-  out << static_cast<int>(state) << ' ' << beat << ' ' << issued[0] << ' ' << issued[1] << ' ' << wait << ' '
-      << ticket.group << ' ' << ticket.number << ' ' << static_cast<int>(where.kind) << ' ' << where.step << ' '
-      << where.pass << ' ' << origin << ' ' << where.detail.size() << '\n'
+  out << static_cast<int>(state) << ' ' << beat << ' ';
+  for (const int64_t count : issued) out << count << ' ';
+  out << wait << ' ' << ticket.group << ' ' << ticket.number << ' ' << ticket.circle << ' ' << ticket.what << ' '
+      << static_cast<int>(where.kind) << ' ' << where.step << ' ' << where.pass << ' ' << origin << ' '
+      << where.detail.size() << '\n'
       << where.detail << message;
   return out.str();
 }
@@ -20,8 +22,10 @@ Report Report::decode(const std::string& text) {
   int state = 0;
   int kind = 0;
   size_t detail = 0;
-  in >> state >> report.beat >> report.issued[0] >> report.issued[1] >> report.wait >> report.ticket.group >>
-      report.ticket.number >> kind >> report.where.step >> report.where.pass >> report.origin >> detail;
+  in >> state >> report.beat;
+  for (int64_t& count : report.issued) in >> count;
+  in >> report.wait >> report.ticket.group >> report.ticket.number >> report.ticket.circle >> report.ticket.what >>
+      kind >> report.where.step >> report.where.pass >> report.origin >> detail;
   report.state = static_cast<State>(state);
   report.where.kind = static_cast<Where::Kind>(kind);
   const size_t body = text.find('\n');

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -29,29 +30,36 @@ struct RanksGone : std::runtime_error {
   std::vector<int> ranks;
 };
 
-// The groups of a world, by number.
+// The groups of a world, by number: each has its own order of collectives. Gathers by name (Group::gather) count apart.
 constexpr int data_index = 0;
 constexpr int control_index = 1;
+constexpr int gather_index = 2;
+constexpr int group_count = 3;
 
 // How many collectives this rank has issued on each group.
-using Counters = std::array<std::atomic<int64_t>, 2>;
+using Counters = std::array<std::atomic<int64_t>, group_count>;
 
 // The collective a wait is for: the `number`-th (from 1) of a group.
 struct Ticket {
   int group = data_index;
   int64_t number = 0;
+  // Where ranks say what they do: between whom, and a digest of it; 0 elsewhere. Two that say different things at the same
+  // number both wait in vain.
+  int64_t circle = 0;
+  int64_t what = 0;
+  std::shared_ptr<const std::vector<int>> members{};  // the ranks that it is waited for; null: all. Not told.
 };
 
 struct Report {
   enum class State { running, waiting, failed, left };
   State state = State::running;
-  int64_t beat = 0;                 // renewed while the process lives
-  std::array<int64_t, 2> issued{};  // as in Counters
-  int64_t wait = 0;                 // which wait of this rank; two reports of one wait carry one number
-  Ticket ticket;                    // waiting, or failed in a wait: for what
-  Where where;                      // waiting, failed: in which place
-  int origin = -1;                  // failed: the rank where it began
-  std::string message;              // failed: what() of it
+  int64_t beat = 0;                           // renewed while the process lives
+  std::array<int64_t, group_count> issued{};  // as in Counters
+  int64_t wait = 0;                           // which wait of this rank; two reports of one wait carry one number
+  Ticket ticket;                              // waiting, or failed in a wait: for what
+  Where where;                                // waiting, failed: in which place
+  int origin = -1;                            // failed: the rank where it began
+  std::string message;                        // failed: what() of it
 
   std::string encode() const;
   static Report decode(const std::string& text);

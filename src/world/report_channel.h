@@ -37,6 +37,8 @@ class ReportChannel {
   virtual bool beats() const = 0;
   // Why this world must end though every rank of it is well: somebody else claims a part in it. Null while nobody does.
   virtual const std::string* objection() const { return nullptr; }
+  // How many a server was sent for it so far.
+  virtual int64_t messages() const { return 0; }
   // Publishes that this rank has left, unless it failed, and lets go. Bounded in time.
   virtual void leave() = 0;
 };

@@ -34,6 +34,7 @@ class Hubs {
     return hub;
   }
   std::shared_ptr<LocalHub> at(int number) { return at(std::to_string(number), everybody_); }
+  const std::vector<int>& everybody() const { return everybody_; }
 
   // Does `deed` in every group of `rank`, with its number there.
   using Deed = std::function<void(LocalHub&, int rank_in_hub)>;
@@ -109,12 +110,16 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters,
                                           make_local_channel(reports, rank, counters));
     impl->another = [hubs, rank, watch = impl->watch](int number) {
-      return World::Impl::Pair{make_group(make_local_backend(hubs->at(2 * number), rank), watch, data_index),
-                               make_group(make_local_backend(hubs->at(2 * number + 1), rank), watch, control_index)};
+      const auto at = [&](int index) {
+        const int hub = 2 * number + index;
+        return make_group(make_local_backend(hubs->at(hub), rank), watch, index, std::to_string(hub),
+                          hubs->everybody());
+      };
+      return World::Impl::Pair{at(data_index), at(control_index)};
     };
     impl->part = [hubs, watch = impl->watch](const std::string& name, const std::vector<int>& members, int place,
                                              int index) {
-      return make_group(make_local_backend(hubs->at(name, members), place), watch, index);
+      return make_group(make_local_backend(hubs->at(name, members), place), watch, index, name, members);
     };
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;

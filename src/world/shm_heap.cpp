@@ -152,8 +152,12 @@ std::string ShmHeap::attach(int other, const std::string& record) {
 std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, std::string& why_not) {
   std::shared_ptr<ShmHeap> heap(new ShmHeap(rank, size));
   const char* wanted = std::getenv("PLUMB_SHM");
+  const char* shape = std::getenv("PLUMB_SHAPE");
+  const bool shaped = shape != nullptr && *shape != 0;
   const bool refused = wanted != nullptr && std::string(wanted) == "0";
-  std::string record = refused ? "PLUMB_SHM=0 forbids it" : heap->make_own();
+  std::string record = refused  ? "PLUMB_SHM=0 forbids it"
+                       : shaped ? "PLUMB_SHAPE shapes the links between machines"
+                                : heap->make_own();
   if (record.empty()) record = "cannot make shared memory: " + reason();
   store.set(record_key(rank), record);
   std::string verdict = heap->segments_[rank] ? "" : record;

@@ -41,6 +41,7 @@ struct Shared {
   std::string trouble;
   std::string objection;  // written once, before `contested`
   std::atomic<bool> contested{false};
+  std::atomic<int64_t> messages{0};  // to the store
 };
 
 std::string encode(Shared& shared) {
@@ -60,9 +61,11 @@ void visit(Shared& shared, std::unique_lock<std::mutex>& lock) {
   std::string trouble;
   try {
     shared.store->set(key_of(shared.rank), report);
+    shared.messages += read ? 2 : 1;
     // The set is not answered, a read is: it proves that the store has taken the report.
     if (read) values = shared.store->multiGet(shared.keys);
     if (Clock::now() < shared.contestable && !shared.contested.load()) {
+      ++shared.messages;
       shared.objection = late_objection(*shared.store);
       if (!shared.objection.empty()) shared.contested.store(true);
     }
@@ -146,6 +149,7 @@ class StoreChannel final : public ReportChannel {
   }
 
   bool beats() const override { return true; }
+  int64_t messages() const override { return shared_->messages.load(); }
 
   const std::string* objection() const override { return shared_->contested.load() ? &shared_->objection : nullptr; }
 

@@ -56,9 +56,18 @@ std::string position(const Where& where, bool with_step) {
   }
 }
 
+constexpr const char* kGatherAlike =
+    "; ranks that cannot read each other's memory gather what every rank uses, in the same order: use the same units "
+    "on every "
+    "rank, or ranks of one machine (backend shm)";
+
 // Both wait for each other; says where, and what to do about it.
-std::string crossed(const Where& mine, int other, const Where& theirs) {
+std::string crossed(const Where& mine, int other, const Where& theirs, bool one_gathers) {
   const bool same_step = mine.step == theirs.step;
+  if (one_gathers) {
+    return "waits in " + describe(mine) + ", but rank " + std::to_string(other) + " waits in " + describe(theirs) +
+           kGatherAlike;
+  }
   auto in_loop = [](const Where& w) { return w.kind == Where::Kind::backward || w.kind == Where::Kind::step; };
   if (in_loop(mine) && in_loop(theirs) && !same_place(mine, theirs)) {
     return position(mine, !same_step) + ", but rank " + std::to_string(other) + " " + position(theirs, !same_step) +
@@ -132,14 +141,24 @@ void Watch::wait(c10d::Work& work, const Where& where, Ticket ticket) {
   }
 }
 
+void Watch::belong(int64_t circle) {
+  std::lock_guard lock(mutex_);
+  circles_.insert(circle);
+}
+
+bool Watch::belongs(int64_t circle) const {
+  std::lock_guard lock(mutex_);
+  return circle == 0 || circles_.contains(circle);
+}
+
 bool Watch::awaits_us(const Report& report) const {
   const bool waits = report.state == Report::State::waiting || report.state == Report::State::failed;
-  return waits && report.ticket.number > 0 && waiting_.load() == 1 &&
+  return waits && report.ticket.number > 0 && belongs(report.ticket.circle) && waiting_.load() == 1 &&
          (*counters_)[report.ticket.group].load() < report.ticket.number;
 }
 
 // A deadlock is certain, not guessed: the other rank waits for a collective that we have not issued, we wait for one
-// that it has not issued, and a look later both still do.
+// that it has not issued, or both say different things of the same one; and a look later both still do.
 void Watch::look(Vigil& vigil) {
   if (!channel_) return;
   check();
@@ -160,11 +179,18 @@ void Watch::look(Vigil& vigil) {
     if (r == rank_) continue;
     const Report& report = (*heard)[r].report;
     Vigil::Seen& seen = vigil.seen[r];
-    const bool absent = report.issued[vigil.ticket.group] < vigil.ticket.number;
-    const bool cross = absent && awaits_us(report);
+    const Ticket& mine = vigil.ticket;
+    const Ticket& its = report.ticket;
+    const bool needed = !mine.members || std::ranges::count(*mine.members, r) > 0;
+    const bool absent = needed && report.issued[mine.group] < mine.number;
+    const bool waits = report.state == Report::State::waiting || report.state == Report::State::failed;
+    const bool differs = waits && needed && mine.what != its.what && mine.circle != 0 && mine.circle == its.circle &&
+                         mine.group == its.group && mine.number == its.number;
+    const bool cross = differs || (absent && awaits_us(report));
+    const bool one_gathers = mine.group == gather_index || its.group == gather_index;
     if (report.state == Report::State::failed) {
       // It gave up a wait that crosses ours: say so from this side.
-      if (cross) raise(crossed(vigil.where, r, report.where), vigil.where, vigil.ticket);
+      if (cross) raise(crossed(vigil.where, r, report.where, one_gathers), vigil.where, vigil.ticket);
       follow(r, report, vigil.where);
     }
     if (report.state == Report::State::left && absent) {
@@ -175,7 +201,9 @@ void Watch::look(Vigil& vigil) {
       seen.left = true;
     }
     if (cross) {
-      if (seen.crossed_wait == report.wait) raise(crossed(vigil.where, r, report.where), vigil.where, vigil.ticket);
+      if (seen.crossed_wait == report.wait) {
+        raise(crossed(vigil.where, r, report.where, one_gathers), vigil.where, vigil.ticket);
+      }
       seen.crossed_wait = report.wait;
     } else {
       seen.crossed_wait = -1;

@@ -6,11 +6,14 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "world/report.h"
 #include "world/report_channel.h"
+#include "world/timeline.h"
+#include "world/wire.h"
 
 namespace plumb {
 
@@ -24,6 +27,12 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   int rank() const { return rank_; }
+  const std::shared_ptr<Wire>& wire() const { return wire_; }
+  Timeline& timeline() { return timeline_; }
+  int64_t store_messages() const { return channel_ ? channel_->messages() : 0; }
+
+  // This rank is one of those who say what they do under this number (Ticket::circle).
+  void belong(int64_t circle);
 
   // From now on a wait keeps its core this long, yielding it to whoever can run, before it sleeps. For backends that sleep
   // at once, where every rank has a core: one that slept comes back late, on virtual machines later than most waits take.
@@ -56,6 +65,7 @@ class Watch {
   struct Vigil;
   void look(Vigil& vigil);
   bool awaits_us(const Report& report) const;
+  bool belongs(int64_t circle) const;
   [[noreturn]] void raise(const std::string& message, const Where& where, Ticket ticket = {});
   [[noreturn]] void mourn(const std::vector<int>& dead, const Where& where);
   [[noreturn]] void follow(int other, const Report& report, const Where& where);
@@ -69,11 +79,14 @@ class Watch {
   std::chrono::milliseconds keen_{0};
   const std::shared_ptr<Counters> counters_;
   const std::unique_ptr<ReportChannel> channel_;
+  const std::shared_ptr<Wire> wire_ = std::make_shared<Wire>();
+  Timeline timeline_;
   std::atomic<int64_t> waits_{0};
   std::atomic<int> waiting_{0};  // threads of this rank in a long wait
   std::atomic<bool> failed_{false};
-  mutable std::mutex mutex_;  // guards failure_
+  mutable std::mutex mutex_;  // guards what follows
   std::string failure_;
+  std::set<int64_t> circles_;
 };
 
 }  // namespace plumb

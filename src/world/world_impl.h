@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "world/group.h"
+#include "world/links.h"
 #include "world/watch.h"
 
 namespace plumb {
@@ -32,8 +33,16 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   // Memory that the ranks of this group share beside the backend's, if there is any; `meet` finds it, once. Collective.
   std::function<std::shared_ptr<ShmHeap>()> meet;
   std::shared_ptr<ShmHeap> met;
+  // Whose collectives these are, by number and by rank of the world; null: all ranks.
+  int64_t circle = 0;
+  std::shared_ptr<const std::vector<int>> members;
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
+
+  // Messages between two ranks, where the backend has them (otherwise null); made when first used.
+  bool has_links = false;
+  Links* links(Cargo cargo);
+  std::unique_ptr<Links> control_links, gather_links;
 
   // Forgets works that have ended: a weak pointer keeps an intrusive object, and the tensors in it, from being destroyed.
   void forget_ended();
@@ -44,6 +53,9 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
 // A group over `backend` that knows what this kind of backend does by itself.
 std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
                                         int index);
+// One of some ranks of the world, which all know it by this name.
+std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
+                                        int index, const std::string& name, const std::vector<int>& members);
 
 struct World::Impl {
   struct Pair {
@@ -58,6 +70,7 @@ struct World::Impl {
   std::chrono::milliseconds timeout{60'000};
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Watch> watch;  // null: one rank
+  Timeline timeline;             // of one rank; others' is the watch's
   std::shared_ptr<Group::Impl> data = std::make_shared<Group::Impl>();
   std::shared_ptr<Group::Impl> control = data;
   // Makes another pair of groups, the `number`th; null: the world's own serve every engine.
