@@ -76,6 +76,9 @@ struct Options {
   // no_sync with sharded gradients. Off: each backward is reduced all the same, and no rank ever holds a whole
   // gradient. On: nothing travels, and .grad is this rank's whole, unsharded sum until it does.
   bool hold_unsharded = false;
+  // Sharded parameters, where ranks cannot read each other's memory: units that are used next are gathered before their
+  // use, and kept after it, as many bytes of whole parameters as this; one unit at least.
+  int64_t gather_ahead_bytes = 16 << 20;
   // Gradients are summed as one binary tree over `virtual_ranks` shares of the global batch, one backward each, so that
   // a run gives the same bits on every number of ranks and in every strategy. Each step takes virtual_ranks / ranks
   // backwards on every rank, of each share's mean loss times engine.share_weight().

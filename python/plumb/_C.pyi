@@ -155,6 +155,7 @@ class Options:
     groups: list[ParameterGroup]
     hold_unsharded: bool
     cut: Cut
+    gather_ahead_bytes: int
     deterministic: bool
     virtual_ranks: int
     ledger: bool

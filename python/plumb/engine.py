@@ -80,6 +80,7 @@ class Engine:
         schedule: Schedule | None = None,
         groups: Sequence[Group] = (),
         hold_unsharded: bool = False,
+        gather_ahead_bytes: int | None = None,
         deterministic: bool = False,
         virtual_ranks: int | None = None,
         ledger: bool = True,
@@ -118,6 +119,8 @@ class Engine:
                 options.schedule = schedule
             options.groups = [_group(group, named) for group in groups]
             options.hold_unsharded = hold_unsharded
+            if gather_ahead_bytes is not None:
+                options.gather_ahead_bytes = gather_ahead_bytes
             options.deterministic = deterministic
             if virtual_ranks is not None:
                 options.virtual_ranks = virtual_ranks

@@ -77,6 +77,10 @@ NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) 
 void check_options(int rank, int size, const Options& options) {
   const Strategy& row = strategy(options.strategy);
   const Mesh mesh = mesh_of(row, options.mesh, size);
+  if (options.gather_ahead_bytes < 0) {
+    throw Error(rank, "gather_ahead_bytes is " + std::to_string(options.gather_ahead_bytes) +
+                          "; it must be 0 (the next unit alone) or more");
+  }
   if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0) {
     throw Error(rank, "the bucket caps are " + std::to_string(options.first_bucket_bytes) + " and " +
                           std::to_string(options.bucket_bytes) + " bytes; both must be positive");

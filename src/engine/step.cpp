@@ -6,6 +6,7 @@
 #include "engine/saving.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
+#include "world/timeline.h"
 
 namespace plumb {
 
@@ -81,6 +82,7 @@ StepInfo Engine::step() {
   const StepInfo info = impl.begin_step();
   if (info.skipped) return info;
   Reducer& reducer = *impl.reducer;
+  const Timeline::Scope scope(timeline_of(impl.world), "optimizer", [] { return "update"; });
   impl.updater->step(reducer.buckets(), reducer.shard(), impl.options.schedule.factor(info.step), reducer.ledger(),
                      reducer.fault, reducer.here(Where::Kind::step, "the updated parameters"));
   impl.end_step();

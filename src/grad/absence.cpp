@@ -25,12 +25,12 @@ void Absence::end(const std::deque<Sink>& sinks) {
   users_.clear();
 }
 
-void Absence::make_up(const std::deque<Sink>& sinks, const std::vector<Facts>& all, std::vector<bool>& late) {
-  if (std::ranges::none_of(all, &Facts::absent)) return;
+void Absence::make_up(const std::deque<Sink>& sinks, const Agreement& all, std::vector<bool>& late) {
+  if (!all.any.absent) return;
   at::NoGradGuard no_grad;
   for (const Sink& sink : sinks) {
     const auto index = static_cast<size_t>(sink.index);
-    if (std::ranges::none_of(all, [&](const Facts& facts) { return facts.intact[index]; })) continue;
+    if (!all.any.intact[index]) continue;
     late[static_cast<size_t>(sink.slot.bucket)] = true;
     if (now_ && sink.grad().defined() && means_[index].defined()) sink.grad().add_(means_[index]);
   }

@@ -20,7 +20,7 @@ class Absence {
 
   // After a reduction that divided by all ranks, on every one of them: the buckets in which somebody had added to the mean
   // of before, to be reduced once more. Their absent members add what they remember first.
-  void make_up(const std::deque<Sink>& sinks, const std::vector<Facts>& all, std::vector<bool>& late);
+  void make_up(const std::deque<Sink>& sinks, const Agreement& all, std::vector<bool>& late);
 
  private:
   bool now_ = false;

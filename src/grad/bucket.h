@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -48,6 +49,7 @@ struct Bucket {
   bool launched = false;  // the reduction has begun
   bool late = false;      // a gradient came after that: reduce once more when the backward has ended
   bool under_way = false;
+  std::chrono::steady_clock::time_point begun{};  // the reduction, for the timeline
   std::shared_ptr<Pending> reduction;
 
   // Where the reduction of `incoming` arrives.

@@ -39,12 +39,12 @@ std::vector<bool> Changes::changed_parameters(const std::deque<Sink>& sinks) con
   return by_sink;
 }
 
-void Changes::check_parameters(const std::deque<Sink>& sinks, const std::vector<Facts>& all, const Where& where) {
+void Changes::check_parameters(const std::deque<Sink>& sinks, const Agreement& all, const Where& where) {
   std::vector<const Sink*> touched;
   std::vector<int64_t> digests;
   for (const Sink& sink : sinks) {
     const auto index = static_cast<size_t>(sink.index);
-    if (std::none_of(all.begin(), all.end(), [&](const Facts& facts) { return facts.changed[index]; })) continue;
+    if (!all.any.changed[index]) continue;
     touched.push_back(&sink);
     const bool released = sink.unit >= 0 && !changed(sink);
     digests.push_back(released ? 0 : digest_of(sink.parameter));
@@ -79,7 +79,7 @@ void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool undecided) {
   }
 }
 
-void Changes::check_gradients(const std::deque<Sink>& sinks, const std::vector<Facts>& all) const {
+void Changes::check_gradients(const std::deque<Sink>& sinks, const Agreement& all) const {
   struct Kind {
     std::vector<bool> Facts::* bits;
     const char* what;
@@ -89,9 +89,9 @@ void Changes::check_gradients(const std::deque<Sink>& sinks, const std::vector<F
     const auto index = static_cast<size_t>(sink.index);
     const Kind* first = nullptr;
     size_t who = 0;
-    for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (size_t rank = 0; rank < all.everybody.size(); ++rank) {
       for (const Kind& kind : kinds) {
-        if (!(all[rank].*kind.bits)[index]) continue;
+        if (!(all.everybody[rank].*kind.bits)[index]) continue;
         if (first == nullptr) {
           first = &kind;
           who = rank;

@@ -20,7 +20,7 @@ class Changes {
   // By sink: whether the user changed it since then.
   std::vector<bool> changed_parameters(const std::deque<Sink>& sinks) const;
   // Whatever one rank changed must have the same values on all. Collective where somebody did.
-  void check_parameters(const std::deque<Sink>& sinks, const std::vector<Facts>& all, const Where& where);
+  void check_parameters(const std::deque<Sink>& sinks, const Agreement& all, const Where& where);
 
   // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. `undecided`: they
   // do not agree on any, since contributions wait for their reduction, or this rank has none of them.
@@ -29,7 +29,7 @@ class Changes {
   const std::vector<bool>& touched() const { return touched_; }
   const std::vector<bool>& intact() const { return intact_; }
   // An Error, on every rank, if one rank cleared or changed a gradient and another did not.
-  void check_gradients(const std::deque<Sink>& sinks, const std::vector<Facts>& all) const;
+  void check_gradients(const std::deque<Sink>& sinks, const Agreement& all) const;
 
  private:
   // Of a parameter, when the last step ended.

@@ -27,7 +27,8 @@ std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
   return bits;
 }
 
-constexpr size_t kHead = 11;
+// The words before the bits: those in which all ranks must agree first.
+constexpr size_t kAlike = 6, kHead = 11;
 constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
 
 std::string told(const std::vector<std::string>& names, const Facts& facts) {
@@ -67,8 +68,8 @@ void check_in_step(int rank, const std::vector<std::string>& names, const std::v
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {static_cast<int64_t>(kind),     step,     pass,   failed, newcomers, rules, settings,
-                                std::bit_cast<int64_t>(weight), weighted, writes, absent};
+  std::vector<int64_t> words = {
+      static_cast<int64_t>(kind), step, pass, newcomers, rules, writes, failed, settings, gathers, weighted, absent};
   pack_bits(late, words);
   for (const auto bits : kByParameter) pack_bits(this->*bits, words);
   return words;
@@ -79,13 +80,13 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.kind = static_cast<Where::Kind>(words[0]);
   facts.step = words[1];
   facts.pass = words[2];
-  facts.failed = words[3] != 0;
-  facts.newcomers = words[4];
-  facts.rules = words[5];
-  facts.settings = words[6];
-  facts.weight = std::bit_cast<double>(words[7]);
-  facts.weighted = words[8];
-  facts.writes = words[9] != 0;
+  facts.newcomers = words[3];
+  facts.rules = words[4];
+  facts.writes = words[5] != 0;
+  facts.failed = words[6] != 0;
+  facts.settings = words[7];
+  facts.gathers = words[8];
+  facts.weighted = words[9];
   facts.absent = words[10] != 0;
   words = words.subspan(kHead);
   facts.late = unpack_bits(words, buckets);
@@ -101,14 +102,37 @@ std::string write_call(const std::vector<std::string>& names, const std::vector<
   return "engine.gathered({" + (list.empty() ? "frozen parameters" : list) + "}, Access::write)";
 }
 
-std::vector<Facts> agree(Group& control, int rank, const std::vector<std::string>& names, const Facts& mine,
-                         const Where& where) {
-  if (control.size() == 1) return {mine};
-  std::vector<Facts> all;
-  for (const auto& words : control.exchange(mine.pack(), where)) {
-    all.push_back(Facts::unpack(words, mine.late.size(), mine.used.size()));
+namespace {
+
+// Whether an error will have to name a rank. Every rank finds the same.
+bool must_tell(const Agreement& all, bool in_step) {
+  const Facts &any = all.any, &every = all.every;
+  if (!in_step || any.failed || any.weighted != every.weighted) return true;
+  if (any.kind == Where::Kind::step && any.used != every.used) return true;
+  for (size_t i = 0; i < any.used.size(); ++i) {
+    if (any.cleared[i] + any.touched[i] + any.intact[i] > 1) return true;
   }
-  check_in_step(rank, names, all);
+  return false;
+}
+
+}  // namespace
+
+Agreement agree(Group& control, int rank, const std::vector<std::string>& names, const Facts& mine,
+                const Where& where) {
+  if (control.size() == 1) return {mine, mine, mine.weight, 1, {mine}};
+  const std::vector<int64_t> words = mine.pack();
+  const Group::Combined combined = control.combine(words, std::span(&mine.weight, 1), where);
+  const size_t buckets = mine.late.size(), parameters = mine.used.size();
+  Agreement all{Facts::unpack(combined.any, buckets, parameters), Facts::unpack(combined.every, buckets, parameters),
+                combined.sums[0], control.size()};
+  const bool alike = std::equal(combined.any.begin(), combined.any.begin() + kAlike, combined.every.begin());
+  const bool same_call = !all.any.writes || all.any.changed == all.every.changed;
+  if (must_tell(all, alike && same_call)) {
+    for (const auto& said : control.exchange(words, where)) {
+      all.everybody.push_back(Facts::unpack(said, buckets, parameters));
+    }
+    check_in_step(rank, names, all.everybody);
+  }
   return all;
 }
 
@@ -118,8 +142,8 @@ int64_t digest_of(const Settings& settings) {
   return digest.value();
 }
 
-void check_settings(Group& control, int rank, const Settings& mine, const std::vector<Facts>& all, const Where& where) {
-  if (std::ranges::all_of(all, [&](const Facts& facts) { return facts.settings == all[0].settings; })) return;
+void check_settings(Group& control, int rank, const Settings& mine, const Agreement& all, const Where& where) {
+  if (all.any.settings == all.every.settings) return;
   const auto count = static_cast<int64_t>(mine.size());
   for (const auto& others : control.exchange(std::span(&count, 1), where)) {
     if (others[0] == count) continue;
@@ -141,24 +165,19 @@ void check_settings(Group& control, int rank, const Settings& mine, const std::v
   }
 }
 
-void check_nobody_failed(int rank, const std::vector<Facts>& all) {
-  for (size_t other = 0; other < all.size(); ++other) {
-    if (!all[other].failed) continue;
-    throw Error(rank, "backward " + std::to_string(all[other].pass) + " of step " + std::to_string(all[other].step) +
+void check_nobody_failed(int rank, const Agreement& all) {
+  for (size_t other = 0; other < all.everybody.size(); ++other) {
+    const Facts& facts = all.everybody[other];
+    if (!facts.failed) continue;
+    throw Error(rank, "backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step) +
                           " failed on rank " + std::to_string(other) +
                           ", so its gradients are incomplete on every rank; call zero_grad() and run it again on every "
                           "rank");
   }
 }
 
-void join_late(const std::vector<Facts>& all, std::vector<bool>& late) {
-  for (const Facts& facts : all) {
-    for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || facts.late[i];
-  }
-}
-
-bool used_anywhere(const std::vector<Facts>& all, int parameter) {
-  return std::any_of(all.begin(), all.end(), [&](const Facts& facts) { return facts.used[parameter]; });
+void join_late(const Agreement& all, std::vector<bool>& late) {
+  for (size_t i = 0; i < late.size(); ++i) late[i] = late[i] || all.any.late[i];
 }
 
 }  // namespace plumb

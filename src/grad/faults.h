@@ -1,4 +1,4 @@
-// Faults a test can inject into the engine, to see that the ledger names each of them. None is ever armed in a run.
+// Faults a test can inject into the engine, to see that the ledger, or what ranks agree on, names each of them. None is ever armed in a run.
 #pragma once
 
 namespace plumb {
@@ -13,6 +13,7 @@ enum class Fault {
   consume_unreduced,
   consume_twice,
   consume_never,
+  gather_unnamed,  // messages of gathers do not say what they gather
 };
 
 }  // namespace plumb

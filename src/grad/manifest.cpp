@@ -82,6 +82,7 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
   say(lines, "clip_norm", options.clip_norm);
   say(lines, "nonfinite", static_cast<int>(options.nonfinite));
   say(lines, "hold_unsharded", options.hold_unsharded);
+  say(lines, "gather_ahead_bytes", options.gather_ahead_bytes);
   say(lines, "deterministic", options.deterministic);
   say(lines, "virtual_ranks", options.virtual_ranks);
   lines.push_back(std::string("loss_scale is ") + (options.loss_scale ? "on" : "unset"));
@@ -230,8 +231,8 @@ void check_same_model(const World& world, const NamedTensors& parameters, const 
   Digest digest;
   digest.add(text);
   const int64_t word = digest.value();
-  const auto digests = exchange(world, std::span(&word, 1), where);
-  if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other[0] == word; })) return;
+  const Group::Combined said = control_group(world).combine(std::span(&word, 1), {}, where);
+  if (said.any == said.every) return;  // who differs, and in what, is asked for only now
 
   const std::vector<std::string> texts = exchange_text(world, text, where);
   const std::vector<std::string> first = split(texts[0]);
@@ -255,7 +256,10 @@ void check_together(const World& world, std::exception_ptr failure) {
     } catch (const std::exception& error) {
       mine = error.what();
     }
-    const auto all = exchange_text(world, mine, {Where::Kind::setup, 0, 0, "the check of the model"});
+    const Where where{Where::Kind::setup, 0, 0, "the check of the model"};
+    const int64_t word = failure ? 1 : 0;
+    if (control_group(world).combine(std::span(&word, 1), {}, where).any[0] == 0) return;
+    const auto all = exchange_text(world, mine, where);
     for (int rank = 0; rank < world.size() && !failure; ++rank) {
       if (!all[rank].empty()) {
         throw Error(world.rank(), "rank " + std::to_string(rank) + " could not set up its engine: " + all[rank]);

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <ranges>
 
+#include "world/timeline.h"
+
 namespace plumb {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -163,6 +165,7 @@ void Reducer::accumulated(Sink& sink, const at::Tensor& gradient) {
 void Reducer::count_arrival(Sink& sink) {
   Bucket& bucket = buckets_.of(sink);
   pass_->arrivals.push_back(sink.index);
+  if (Timeline& timeline = timeline_of(world()); timeline.on()) timeline.mark("gradients", sink.name);
   // A unit's parameters are not needed any more, also where a weight gradient is put off.
   if (++sink.deliveries == sink.expected && bucket.unit >= 0 && on_complete) {
     const auto arrived = [](const Sink* one) {
@@ -284,7 +287,7 @@ void Reducer::close_held_pass(OpenPass& pass) {
 
 void Reducer::close_synced_pass(OpenPass& pass) {
   const Where where = here(Where::Kind::backward);
-  std::vector<Facts> all;
+  Agreement all;
   or_break([&] {
     if (pass.rules_changed)
       exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
@@ -322,11 +325,11 @@ void Reducer::close_synced_pass(OpenPass& pass) {
 }
 
 // The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
-void Reducer::adopt(const std::vector<Facts>& all) {
+void Reducer::adopt(const Agreement& all) {
   for (Sink& sink : members_.sinks()) {
     const Bucket& bucket = buckets_.of(sink);
     if (bucket.frozen && !bucket.launched) continue;  // there is nothing yet
-    sink.adopt(used_anywhere(all, sink.index));
+    sink.adopt(all.used_anywhere(sink.index));
   }
 }
 
@@ -389,7 +392,7 @@ void Reducer::laid_out() {
 
 // ---- what ranks agree on
 
-std::vector<Facts> Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed) {
+Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed) {
   Facts mine;
   mine.kind = kind;
   mine.step = steps_;
@@ -409,7 +412,9 @@ std::vector<Facts> Reducer::exchange_facts(Where::Kind kind, std::vector<bool> l
   mine.intact = changes_.intact();
   for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact})
     bits->resize(sinks().size());  // newcomers: nothing yet
-  const std::vector<Facts> all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
+  if (settle_gathers) mine.gathers = settle_gathers();
+  Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
+  if (all.any.gathers != all.every.gathers) explain_gathers(here(kind, "the gathers that differ"));
   check_settings(team_.control(), team_.rank(), settings, all, here(kind, "the settings that differ"));
   return all;
 }
@@ -467,11 +472,11 @@ double Reducer::take_weight_factor() {
 }
 
 // Parameters that began to require a gradient, on all ranks alike. Their buckets are reduced, too.
-void Reducer::admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late, bool failed) {
-  if (all[0].newcomers == 0) return;
+void Reducer::admit_newcomers(Agreement& all, std::vector<bool>& late, bool failed) {
+  if (all.any.newcomers == 0) return;
   admit(members_.newcomers());
   late.resize(buckets_.size(), true);
-  all = exchange_facts(all[0].kind, late, failed);  // now with the newcomers' gradients
+  all = exchange_facts(all.any.kind, late, failed);  // now with the newcomers' gradients
 }
 
 }  // namespace plumb

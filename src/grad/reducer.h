@@ -108,6 +108,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void leave_parameters_to_user() { changes_.leave_parameters_to_user(); }
 
   Team& team() { return team_; }
+  const Options& options() const { return options_; }
   const World& world() const { return team_.world(); }
   Group& data() { return team_.data(); }
   Group& control() { return team_.control(); }
@@ -126,6 +127,9 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // Called with a bucket of a unit when its last expected gradient has come.
   std::function<void(Bucket&)> on_complete;
+  // Of the units: waits for what was gathered by messages, and gives a digest of it; and an Error where ranks' differ.
+  std::function<int64_t()> settle_gathers;
+  std::function<void(const Where& where)> explain_gathers;
   // Called when a pass opens, before anything is added to a gradient.
   std::function<void()> on_open;
   Fault fault = Fault::none;  // for tests
@@ -160,12 +164,12 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void check_captured() const;
 
   // Agreement.
-  std::vector<Facts> exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
+  Agreement exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
   void admit(const std::vector<int>& candidates);
   void laid_out();
-  void admit_newcomers(std::vector<Facts>& all, std::vector<bool>& late, bool failed);
-  void adopt(const std::vector<Facts>& all);
-  void check_used_alike(const Sink& sink, const std::vector<Facts>& all) const;
+  void admit_newcomers(Agreement& all, std::vector<bool>& late, bool failed);
+  void adopt(const Agreement& all);
+  void check_used_alike(const Sink& sink, const Agreement& all) const;
   void gradients_agreed();
   void rebuild(const OpenPass& pass);
   std::vector<int> ready_order(const OpenPass& pass) const;

@@ -28,7 +28,7 @@ void Reducer::settle_step() {
   for (Sink& sink : members_.sinks()) sink.forget_contributions();
   std::vector<bool> late;
   for (const Bucket& bucket : buckets_) late.push_back(waits_for_step(bucket) && fault != Fault::consume_unreduced);
-  std::vector<Facts> all;
+  Agreement all;
   or_break([&] {
     all = exchange_facts(Where::Kind::step, late, false);
     changes_.check_gradients(sinks(), all);
@@ -46,7 +46,7 @@ void Reducer::settle_step() {
   held_ = false;
   for (Sink& sink : members_.sinks()) {
     if (late[sink.slot.bucket]) {
-      sink.adopt(used_anywhere(all, sink.index));
+      sink.adopt(all.used_anywhere(sink.index));
     } else {
       check_used_alike(sink, all);
       if (sink.grad_mirrored()) sink.settle();  // the user may have changed it since its reduction
@@ -61,11 +61,12 @@ bool Reducer::waits_for_step(const Bucket& bucket) const {
   return (held && !idle) || std::ranges::any_of(bucket.sinks, &Sink::grad_elsewhere);
 }
 
-void Reducer::check_used_alike(const Sink& sink, const std::vector<Facts>& all) const {
+void Reducer::check_used_alike(const Sink& sink, const Agreement& all) const {
   const auto index = static_cast<size_t>(sink.index);
-  const bool first = all[0].used[index];
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank].used[index] == first) continue;
+  if (all.any.used[index] == all.every.used[index]) return;
+  const bool first = all.everybody[0].used[index];
+  for (size_t rank = 1; rank < all.everybody.size(); ++rank) {
+    if (all.everybody[rank].used[index] == first) continue;
     throw Error(team_.rank(), "parameter '" + sink.name + "' has " + (first ? "a" : "no") + " gradient on rank 0 and " +
                                   (first ? "none" : "one") + " on rank " + std::to_string(rank) +
                                   " at step(); set or clear gradients alike on every rank");

@@ -5,6 +5,7 @@
 #include "grad/in_place.h"
 #include "grad/scattered.h"
 #include "grad/tree.h"
+#include "world/timeline.h"
 
 namespace plumb {
 
@@ -17,6 +18,9 @@ void Summing::finish(Bucket& bucket, const Where& where) {
   if (bucket.reduction) bucket.reduction->wait(where);
   bucket.reduction.reset();
   arrived(bucket, where);
+  if (Timeline& timeline = timeline_of(team_.world()); timeline.on()) {
+    timeline.span("buckets", "bucket " + std::to_string(bucket.index), bucket.begun);
+  }
 }
 
 void Summing::use_hook(std::unique_ptr<c10d::CommHookInterface> /*hook*/) {

@@ -24,10 +24,11 @@ class Team {
   int rank() const { return world_.rank(); }
   int size() const { return groups_.data.size(); }
 
-  Group& data() { return groups_.data; }            // carries gradients on their device
-  Group& control() { return groups_.control; }      // carries small host messages
-  Group& shard() { return groups_.shard; }          // the ranks that share this rank's replica
-  Group& replicate() { return groups_.replicate; }  // the ranks that hold the same part
+  Group& data() { return groups_.data; }                    // carries gradients on their device
+  Group& control() { return groups_.control; }              // carries small host messages
+  Group& shard() { return groups_.shard; }                  // the ranks that share this rank's replica
+  Group& replicate() { return groups_.replicate; }          // the ranks that hold the same part
+  Group& shard_control() { return groups_.shard_control; }  // small host messages among these
   // Apart from the others, so that gathers and reductions need no common order. Made when first asked for; collective.
   Groups& gathers() {
     if (!gathers_) gathers_ = std::make_unique<Groups>(new_groups(world_, mesh_));

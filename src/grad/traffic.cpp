@@ -67,6 +67,7 @@ void Traffic::begin(Bucket& bucket, const Where& where) {
   bucket.made_up = false;
   if (fault_ == Fault::reduce_never && bucket.index == 0) return;
   bucket.under_way = true;
+  bucket.begun = std::chrono::steady_clock::now();
   const Alone alone(bucket.lanes, bucket.device());  // contract 2: a reduction waits for every producer
   summing_.begin(bucket, where);
 }

@@ -47,20 +47,18 @@ void Weights::weighed(const std::deque<Sink>& sinks) {
   if (count_ > 0) held_ = holds(sinks);
 }
 
-void Weights::add(const std::vector<Facts>& all) {
-  if (std::ranges::all_of(all, [](const Facts& facts) { return facts.weighted == 0; })) return;
-  double total = 0;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    const Facts& facts = all[rank];
-    if (facts.weighted != facts.pass) {
-      throw Error(rank_, c10::str("rank ", rank, " gave a weight to ", facts.weighted, " of its ", facts.pass,
-                                  " backwards of this step; every backward of a step has one, on every rank, or "
-                                  "none has (a rank with nothing to contribute has weight 0)"));
-    }
-    total += facts.weight;
+void Weights::add(const Agreement& all) {
+  if (all.any.weighted == 0) return;
+  const std::vector<Facts> alike = {all.any};
+  const std::vector<Facts>& said = all.everybody.empty() ? alike : all.everybody;
+  for (size_t rank = 0; rank < said.size(); ++rank) {
+    if (said[rank].weighted == said[rank].pass) continue;
+    throw Error(rank_, c10::str("rank ", rank, " gave a weight to ", said[rank].weighted, " of its ", said[rank].pass,
+                                " backwards of this step; every backward of a step has one, on every rank, or "
+                                "none has (a rank with nothing to contribute has weight 0)"));
   }
-  if (total == 0) throw Error(rank_, "the weights of all backwards of this step are 0: there is no mean to take");
-  factor_ = static_cast<double>(all.size()) / total;
+  if (all.weight == 0) throw Error(rank_, "the weights of all backwards of this step are 0: there is no mean to take");
+  factor_ = static_cast<double>(all.ranks) / all.weight;
 }
 
 double Weights::take_factor() {

@@ -25,7 +25,7 @@ class Weights {
   double sum() const { return sum_; }
   int64_t count() const { return count_; }
   // At a step: what everybody's weights make of the mean over the ranks. An Error if they do not fit.
-  void add(const std::vector<Facts>& all);
+  void add(const Agreement& all);
   // What the mean over the ranks is to be multiplied by. Once; 1 from then on.
   double take_factor();
   void forget() { *this = Weights(rank_, zeroed_); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <vector>
 
 namespace plumb {
@@ -14,9 +15,15 @@ class Order {
     auto here = last_.begin() + static_cast<ptrdiff_t>(std::min(at_, last_.size()));
     here = std::find(here, last_.end(), home);
     if (here == last_.end()) here = std::find(last_.begin(), last_.end(), home);
-    if (here == last_.end()) return -1;
+    known_ = here != last_.end();
+    if (!known_) return -1;
     at_ = static_cast<size_t>(here - last_.begin()) + 1;
     return at_ < last_.size() ? last_[at_] : -1;
+  }
+
+  // All that were used after it last time, in order.
+  std::span<const int> following() const {
+    return known_ ? std::span<const int>(last_).subspan(at_) : std::span<const int>();
   }
 
   // A backward has ended.
@@ -24,11 +31,13 @@ class Order {
     if (!now_.empty()) last_ = std::move(now_);
     now_.clear();
     at_ = 0;
+    known_ = false;
   }
 
  private:
   std::vector<int> last_, now_;
   size_t at_ = 0;
+  bool known_ = false;  // what was used now
 };
 
 }  // namespace plumb

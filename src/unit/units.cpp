@@ -13,6 +13,7 @@
 #include "unit/deferred.h"
 #include "unit/saved.h"
 #include "unit/storage.h"
+#include "world/timeline.h"
 
 namespace plumb {
 namespace {
@@ -48,11 +49,13 @@ struct Units::ReaderHook final : torch::autograd::FunctionPostHook {
 };
 
 Units::Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer)
-    : owner_(std::move(reducer)), reducer_(*owner_), specs_(std::move(specs)) {
+    : owner_(std::move(reducer)), reducer_(*owner_), specs_(std::move(specs)),
+      ahead_bytes_(reducer_.options().gather_ahead_bytes) {
   for (Bucket& bucket : reducer_.buckets()) {
     if (bucket.unit < 0) continue;
     Home& home = homes_.emplace_back();
     home.bucket = &bucket;
+    home_of_bucket_[bucket.index] = &home;
     settle_in(home);
   }
   for (const UnitSpec& spec : specs_) homes_of_unit_.push_back(homes_of(spec.parameters));
@@ -83,6 +86,13 @@ void Units::open_doors() {
   reducer_.on_complete = [weak = weak_from_this()](Bucket& bucket) {
     if (auto self = weak.lock()) self->completed(bucket);
   };
+  reducer_.settle_gathers = [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    return self ? self->settle_gathers() : 0;
+  };
+  reducer_.explain_gathers = [weak = weak_from_this()](const Where& where) {
+    if (const auto self = weak.lock()) self->explain_gathers(where);
+  };
 }
 
 void Units::settle_in(Home& home) {
@@ -95,8 +105,9 @@ void Units::settle_in(Home& home) {
   Group::Shared shards = reducer_.shard().share(bucket.held.size(), options, where);
   bucket.parameter = shards.mine;
   home.peers = std::move(shards.everybody);
-  if (home.peers.empty()) reducer_.gathers();
   const at::Tensor rows = deferred::take_rows(bucket.sinks[0]->parameter);
+  home.named = home.whole.is_cpu() && reducer_.team().shard_control().names_gathers();
+  if (home.peers.empty() && !home.named) reducer_.gathers();
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(home.whole, sink->slot.offset, sink->parameter);
     if (rows.defined()) {
@@ -128,6 +139,7 @@ void Units::settle_in(Home& home) {
   reducer_.control().barrier().wait(where);  // nobody reads a shard that is not written yet
   home.lanes.end_all(home.whole.device());
   home.full = true;
+  home.lent = true;
   release(home);
 }
 
@@ -143,6 +155,18 @@ void Units::lend(Home& home) {
     fill_storage(*home.places[i].storage().unsafeGetStorageImpl(), std::move(part),
                  static_cast<size_t>(sink.parameter.numel() * item));
   }
+  home.lent = true;
+}
+
+void Units::withdraw(Home& home) {
+  if (!std::exchange(home.lent, false)) return;
+  const std::string begin = "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '";
+  for (size_t i = 0; i < home.places.size(); ++i) {
+    empty_storage(*home.places[i].storage().unsafeGetStorageImpl(),
+                  begin + home.bucket->sinks[i]->name +
+                      "' was used while its unit is released; use it through its plumb::Unit, or inside "
+                      "engine.gathered({...})");
+  }
 }
 
 void Units::use(Home& home) {
@@ -151,9 +175,113 @@ void Units::use(Home& home) {
   gather(home);
 }
 
-// By a collective, which needs all ranks to use the same unit; reading in place does not. What everybody expects to use
-// next is gathered ahead.
+int64_t Units::bytes_of(const Home& home) const { return home.bucket->numel * home.whole.element_size(); }
+
+// By messages of all ranks, in program order and without asking: each says what it gathers, and what ranks gather is compared
+// with the facts. What is to be used next, as after the last backward, is gathered ahead, or kept.
 void Units::use_together(Home& home) {
+  if (!home.named) return ask_to_gather(home);
+  home.ahead = false;
+  order_.after(home.bucket->index);
+  look_ahead();
+  send_ahead(home.full ? nullptr : &home);
+  receive(home);
+  if (!home.lent) {
+    lend(home);
+    home.versions = versions(home);
+  }
+}
+
+// The window: the units that are used next, as many as fit, and one that does not. Whatever is whole for nobody is released.
+void Units::look_ahead() {
+  for (Home* home : soon_) home->soon = false;
+  soon_.clear();
+  int64_t bytes = 0;
+  for (const int index : order_.following()) {
+    Home* home = home_of_bucket_.at(index);
+    if (home->soon) continue;
+    bytes += bytes_of(*home);
+    if (bytes > ahead_bytes_ && !soon_.empty()) break;
+    home->soon = true;
+    soon_.push_back(home);
+  }
+  for (Home& home : homes_) {
+    if (home.ahead && !home.soon) release(home);
+  }
+}
+
+// Sends for `first`, and for the window once less than half of it is there. Small neighbours are one message.
+void Units::send_ahead(Home* first) {
+  constexpr int64_t together = 512 << 10;  // bytes of a message of several
+  std::vector<Home*> wanted;
+  if (first != nullptr) wanted.push_back(first);
+  int64_t there = 0, all = 0;
+  for (const Home* home : soon_) {
+    all += bytes_of(*home);
+    if (home->full) there += bytes_of(*home);
+  }
+  if (first != nullptr || 2 * there <= all) {
+    for (Home* home : soon_) {
+      if (home->full || home == first) continue;
+      home->ahead = true;
+      wanted.push_back(home);
+    }
+  }
+  std::vector<Home*> message;
+  int64_t bytes = 0;
+  for (Home* home : wanted) {
+    if (!message.empty() && bytes + bytes_of(*home) > together) {
+      send_for(std::exchange(message, {}));
+      bytes = 0;
+    }
+    message.push_back(home);
+    bytes += bytes_of(*home);
+  }
+  if (!message.empty()) send_for(message);
+}
+
+void Units::send_for(const std::vector<Home*>& homes) {
+  at::NoGradGuard no_grad;
+  std::vector<Group::Part> parts;
+  Digest what;
+  for (Home* home : homes) {
+    const Alone alone(home->lanes, home->whole.device());
+    make_room(*home);
+    parts.push_back({home->bucket->parameter, home->whole});
+    what.add(static_cast<uint64_t>(home->bucket->index));
+    sent_for_.add(static_cast<uint64_t>(home->bucket->index));
+    sent_since_.push_back(home->bucket->index);
+  }
+  const int64_t said = reducer_.fault == Fault::gather_unnamed ? 0 : what.value();
+  const auto message = std::make_shared<Pending>();
+  for (Home* home : homes) home->arriving = message;
+  try {
+    *message = reducer_.team().shard_control().gather(parts, said);
+  } catch (...) {
+    lose_gathers();
+    throw;
+  }
+  on_their_way_.push_back(message);
+}
+
+// A gather failed: nobody uses what did not come, or may still be written.
+void Units::lose_gathers() {
+  on_their_way_.clear();
+  for (Home& home : homes_) {
+    if (!home.arriving) continue;
+    home.arriving.reset();
+    home.ahead = false;
+    withdraw(home);
+    c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+    (void)new c10::DataPtr(storage.set_data_ptr(storage.allocator()->allocate(0)));  // never freed
+    empty_storage(storage, "plumb: released");
+    home.full = false;
+  }
+}
+
+// Asks before every gather, where a backend would mix up what ranks gather. What everybody expects to use next is gathered
+// ahead.
+void Units::ask_to_gather(Home& home) {
   const std::string& name = home.bucket->sinks[0]->name;
   const std::array<int64_t, 2> mine{home.bucket->index, order_.after(home.bucket->index)};
   bool agreed = mine[1] >= 0;
@@ -179,20 +307,25 @@ void Units::use_together(Home& home) {
   receive(home);
 }
 
+void Units::make_room(Home& home) {
+  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+  const auto bytes = static_cast<size_t>(bytes_of(home));
+  fill_storage(storage, storage.allocator()->allocate(bytes), bytes);
+  ++gathers_;
+  home.full = true;
+  home.complete = false;
+  home.sent_for = std::chrono::steady_clock::now();
+}
+
 // Begins it; a collective ends in receive().
 void Units::gather(Home& home) {
   at::NoGradGuard no_grad;
   const Alone alone(home.lanes, home.whole.device());
-  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
-  const auto bytes = static_cast<size_t>(home.bucket->numel * home.whole.element_size());
-  fill_storage(storage, storage.allocator()->allocate(bytes), bytes);
+  make_room(home);
   lend(home);
-  ++gathers_;
-  home.full = true;
-  home.complete = false;
   home.versions = versions(home);
   if (home.peers.empty()) {
-    home.arriving = reducer_.gathers().shard.all_gather(home.whole, home.bucket->parameter);
+    home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket->parameter));
     return;
   }
   const int64_t part = home.bucket->held.size();
@@ -201,9 +334,69 @@ void Units::gather(Home& home) {
   }
 }
 
+// Messages are waited for in the order in which all ranks sent for them: so two ranks that differ wait at the same one.
 void Units::receive(Home& home) {
   const Alone alone(home.lanes, home.whole.device());
-  home.arriving.wait(gathering(home));
+  const auto message = home.arriving;
+  if (!message) return;
+  try {
+    const Where where = gathering(home);
+    if (std::ranges::count(on_their_way_, message) > 0) {
+      for (bool done = false; !done; on_their_way_.pop_front()) {
+        done = on_their_way_.front() == message;
+        on_their_way_.front()->wait(where);
+      }
+    }
+    message->wait(where);
+  } catch (...) {
+    lose_gathers();
+    throw;
+  }
+  home.arriving.reset();
+  if (Timeline& timeline = timeline_of(reducer_.world()); timeline.on()) {
+    timeline.span("gathers", home.bucket->sinks[0]->name, home.sent_for);
+  }
+}
+
+int64_t Units::settle_gathers() {
+  Lock lock(mutex_);
+  for (Home& home : homes_) {
+    if (home.arriving) receive(home);
+  }
+  sent_since_.erase(sent_since_.begin(), sent_since_.begin() + static_cast<ptrdiff_t>(compared_));
+  compared_ = sent_since_.size();
+  return reducer_.team().mesh().replicate == 1 ? sent_for_.value() : 0;  // replicas are free to differ
+}
+
+void Units::explain_gathers(const Where& where) {
+  Lock lock(mutex_);
+  Group& control = reducer_.control();
+  const auto count = static_cast<int64_t>(sent_since_.size());
+  int64_t most = 0;
+  for (const auto& theirs : control.exchange(std::span(&count, 1), where)) most = std::max(most, theirs[0]);
+  std::vector<int64_t> mine = sent_since_;
+  mine.resize(static_cast<size_t>(most), -1);
+  const auto all = control.exchange(mine, where);
+  const auto told = [&](int64_t index) {
+    return index < 0 ? std::string("nothing more")
+                     : "the parameters beside '" + reducer_.buckets()[static_cast<size_t>(index)].sinks[0]->name + "'";
+  };
+  for (size_t i = 0; i < mine.size(); ++i) {
+    for (size_t rank = 1; rank < all.size(); ++rank) {
+      if (all[rank][i] == all[0][i]) continue;
+      throw Error(
+          reducer_.world().rank(),
+          "rank 0 gathered " + told(all[0][i]) + " where rank " + std::to_string(rank) + " gathered " +
+              told(all[rank][i]) + ", as gather " + std::to_string(i + 1) +
+              " of this pass; nothing of it was used "
+              "to update a parameter. Ranks that cannot read each other's memory gather what every rank uses, in "
+              "the same order: use the same units on every rank, or ranks of one machine (backend shm)");
+    }
+  }
+  throw Error(
+      reducer_.world().rank(),
+      "the ranks gathered the same units in this pass, and different ones in an earlier one; use the same units "
+      "on every rank");
 }
 
 Where Units::gathering(const Home& home) const {
@@ -215,13 +408,7 @@ void Units::release(Home& home) {
   if (home.ahead) receive(home);
   home.ahead = false;
   home.lanes.keep(home.whole.storage().data_ptr());  // the readers' kernels may still run
-  const std::string begin = "plumb: rank " + std::to_string(reducer_.world().rank()) + ": parameter '";
-  for (size_t i = 0; i < home.places.size(); ++i) {
-    empty_storage(*home.places[i].storage().unsafeGetStorageImpl(),
-                  begin + home.bucket->sinks[i]->name +
-                      "' was used while its unit is released; use it through its plumb::Unit, or inside "
-                      "engine.gathered({...})");
-  }
+  withdraw(home);
   empty_storage(*home.whole.storage().unsafeGetStorageImpl(), "plumb: released");
   home.full = false;
 }
@@ -229,7 +416,13 @@ void Units::release(Home& home) {
 void Units::release_if_idle(Home& home) {
   if (!home.full || home.ahead || home.holds > 0 || !home.readers.empty()) return;
   const bool recent = std::find(recent_.begin(), recent_.end(), home.bucket->unit) != recent_.end();
-  if (home.complete || !recent) release(home);
+  if (!home.complete && recent) return;
+  if (home.peers.empty() && home.named && home.soon) {
+    withdraw(home);  // used soon
+    home.ahead = true;
+  } else {
+    release(home);
+  }
 }
 
 // What nobody came to use after all.
@@ -335,12 +528,15 @@ NamedTensors Units::shards() const {
 
 void Units::shards_written() {
   Lock lock(mutex_);
-  for (Home& home : homes_) release_if_idle(home);
+  for (Home& home : homes_) {
+    if (home.holds == 0 && home.readers.empty()) release(home);  // also what was gathered ahead: it is of before
+  }
   reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the shards that were written"));
 }
 
-void Units::gather_together() {
+void Units::gather_together(int64_t ahead) {
   reducer_.gathers();
+  ahead_bytes_ = ahead;
   for (Home& home : homes_) home.peers.clear();
 }
 
@@ -412,6 +608,7 @@ void Units::backward_ended(std::exception_ptr) {
   recent_.clear();
   release_ahead();
   order_.restart();
+  look_ahead();
   for (Home& home : homes_) {
     home.readers.clear();  // a node that threw never said that it was done
     home.complete = false;

@@ -22,6 +22,7 @@
 #include "grad/backward.h"
 #include "grad/bucket.h"
 #include "grad/reducer.h"
+#include "layout/digest.h"
 #include "unit/door.h"
 #include "unit/order.h"
 
@@ -61,11 +62,16 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   NamedTensors shards() const;
   void shards_written();
 
+  // Everything that was sent for has come; a digest of all that was, in order. 0 where nobody has to gather alike.
+  int64_t settle_gathers();
+  // Ranks found different ones: an Error that names the first units that differ. Collective.
+  [[noreturn]] void explain_gathers(const Where& where);
+
   bool owns(const at::Tensor& parameter) const;  // also one that was given other memory
   int64_t gathered_bytes() const;                // right now
   int64_t gathers() const { return gathers_; }   // so far
-  // From here on by collectives, as between machines; for tests. Collective.
-  void gather_together();
+  // From here on by collectives, as between machines; for tests. `ahead`: bytes of the window. Collective.
+  void gather_together(int64_t ahead);
 
   // Inside a node's backward: gathers what it saved.
   void need(int unit);
@@ -82,23 +88,35 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
     std::vector<at::Tensor> places;  // by parameter, flat: its own storage, which points into `whole`
     Lanes lanes;                     // of that memory and of the shard: readers use a part, gather and update all
     std::vector<at::Tensor> peers;   // everybody's shard, to be read in place; empty: gathered by a collective
+    bool named = false;              // such a one says what it gathers, and asks nobody
     int holds = 0;
     std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
-    bool full = false;
-    bool complete = false;                     // its last gradient of this pass has come
-    bool ahead = false;                        // gathered, or on its way, before anybody asked
-    Pending arriving{};                        // the collective that fills it
+    bool full = false;                        // there is memory, with the values or with those on their way
+    bool lent = false;                        // the parameters point into it
+    bool complete = false;                    // its last gradient of this pass has come
+    bool ahead = false;                       // gathered, or kept, before anybody asked
+    bool soon = false;                        // in the window of those that are used next
+    std::shared_ptr<Pending> arriving{};      // the message that fills it
+    std::chrono::steady_clock::time_point sent_for{};
     std::vector<std::vector<int64_t>> shapes;  // of the parameters
     std::vector<uint32_t> versions;            // of the parameters when it became full
   };
   struct ReaderHook;
 
   void settle_in(Home& home);
-  void lend(Home& home);  // memory of `whole` to the parameters
-  void use(Home& home);   // it is whole for the current stream
+  void lend(Home& home);      // memory of `whole` to the parameters
+  void withdraw(Home& home);  // and away from them
+  void use(Home& home);       // it is whole for the current stream
   void use_together(Home& home);
+  void ask_to_gather(Home& home);
+  void make_room(Home& home);
   void gather(Home& home);
+  void send_for(const std::vector<Home*>& homes);
+  void send_ahead(Home* first);
   void receive(Home& home);
+  void lose_gathers();
+  void look_ahead();
+  int64_t bytes_of(const Home& home) const;
   static std::vector<uint32_t> versions(const Home& home);
   void bring_home(Home& home);
   void note_changes(int unit);
@@ -125,10 +143,17 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::unordered_map<const c10::StorageImpl*, Home*> homes_of_;
   std::unordered_map<const c10::TensorImpl*, Home*> home_of_;  // by parameter
   std::string lost_;                                           // a parameter that was changed where nobody else sees it
+  std::unordered_map<int, Home*> home_of_bucket_;              // by the bucket's index
+  std::vector<Home*> soon_;                                    // the window
   Order order_;                                                // of gathers by collectives
-  std::deque<int> recent_;                                     // units the running backwards needed last
-  std::map<const void*, std::vector<Home*>> hooked_;           // nodes that tell when they are done
-  int tasks_ = 0;                                              // backwards under way
+  int64_t ahead_bytes_;                                // of the window in which units are whole before their use
+  std::deque<std::shared_ptr<Pending>> on_their_way_;  // messages, in the order of their sending
+  Digest sent_for_;                                    // every gather so far, in order
+  std::vector<int64_t> sent_since_;                    // those since ranks last but one compared
+  size_t compared_ = 0;                                // how many of them the last comparison covers
+  std::deque<int> recent_;                             // units the running backwards needed last
+  std::map<const void*, std::vector<Home*>> hooked_;   // nodes that tell when they are done
+  int tasks_ = 0;                                      // backwards under way
   int64_t gathers_ = 0;
 };
 

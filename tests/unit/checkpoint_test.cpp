@@ -442,7 +442,7 @@ TEST_P(CheckpointUnits, GiveTheBitsOfThePlainProgramAndReleaseEverything) {
       Net net;
       lock.unlock();
       Engine engine(world, net, SGD{.lr = 1e-3}, {.strategy = "zero3"});
-      if (together && ranks > 1) engine.impl().units->gather_together();
+      if (together && ranks > 1) engine.impl().units->gather_together(16 << 20);
       const at::Tensor x = at::randn({3, 6}, at::detail::createCPUGenerator(100 + world.rank()));
       std::vector<at::Tensor> found;
       for (int step = 0; step < 3; ++step) {

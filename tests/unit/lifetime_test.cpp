@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "unit/support/net.h"
+#include "world/wire.h"
 
 namespace plumb {
 namespace {
@@ -27,8 +28,10 @@ struct Chain : Alike {
 };
 
 enum class Gather { in_place, together };
+constexpr int64_t kNextAlone = 1;  // bytes of a window that holds no more than it must
 
-void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Engine&)>& body) {
+void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Engine&)>& body,
+              int64_t window = kNextAlone) {
   run_local(ranks, [&](World world) {
     static std::mutex building;
     std::unique_lock lock(building);
@@ -36,7 +39,7 @@ void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Eng
     Chain net;
     lock.unlock();
     Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
-    if (how == Gather::together) engine.impl().units->gather_together();
+    if (how == Gather::together) engine.impl().units->gather_together(window);
     body(world, net, engine);
   });
 }
@@ -196,7 +199,7 @@ TEST(Lifetime, TheNextUnitIsGatheredAhead) {
         h.register_hook([&](const at::Tensor&) { backward.push_back(gathered(engine) / one); });
       }
       h.sum().backward();
-      EXPECT_EQ(units.gathers() - before, 10) << step;
+      EXPECT_EQ(units.gathers() - before, step == 0 ? 10 : 9) << step;  // the last one stays for the backward
       EXPECT_EQ(gathered(engine), 0);
       engine.step();
       engine.zero_grad();
@@ -251,6 +254,127 @@ TEST(Lifetime, RanksThatGatherDifferentUnitsByCollectivesAreToldBoth) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("layer0."), testing::HasSubstr("layer1."),
                                              testing::HasSubstr("the same units on every rank")));
+  }
+}
+
+// A window that holds everything: a step gathers every unit once, in one message, and lets go of all at its end.
+TEST(Lifetime, AWideWindowKeepsWhatTheBackwardNeeds) {
+  on_ranks(
+      3, Gather::together,
+      [](World world, Chain& net, Engine& engine) {
+        Units& units = *engine.impl().units;
+        const auto messages = [&] { return wire_counts(world)[static_cast<size_t>(Cargo::gather)].rounds; };
+        for (int step = 0; step < 4; ++step) {
+          const int64_t before = units.gathers(), sent = messages();
+          net.forward(ones * (step + 1)).sum().backward();
+          EXPECT_EQ(gathered(engine), 0);
+          EXPECT_EQ(units.gathers() - before, step == 0 ? 10 : 5) << step;
+          EXPECT_EQ(messages() - sent, step == 0 ? 10 : 1) << step;
+          engine.step();
+          engine.zero_grad();
+        }
+      },
+      1 << 20);
+}
+
+// Two units and a half fit: whole at a time are these, and the one in use.
+TEST(Lifetime, AWindowBoundsWhatIsWhole) {
+  int64_t one = 0;
+  on_ranks(2, Gather::in_place, [&](World world, Chain&, Engine& engine) {
+    if (world.rank() == 0) one = layer_bytes(engine, 2);
+  });
+  on_ranks(
+      2, Gather::together,
+      [&](World, Chain& net, Engine& engine) {
+        std::vector<int64_t> seen;
+        const auto look = [&](const at::Tensor& h) {
+          seen.push_back(gathered(engine));
+          if (h.requires_grad()) h.register_hook([&](const at::Tensor&) { seen.push_back(gathered(engine)); });
+        };
+        for (int step = 0; step < 4; ++step) {
+          net.forward(ones, look).sum().backward();
+          engine.step();
+          engine.zero_grad();
+        }
+        EXPECT_EQ(seen.size(), 40u);
+        EXPECT_THAT(seen, testing::Each(testing::Le(3 * one)));
+        EXPECT_THAT(seen, testing::Contains(testing::Ge(2 * one)));
+      },
+      2 * one + one / 2);
+}
+
+// Whole, but not in use: nobody reads or writes it there.
+TEST(Lifetime, WhatIsKeptForLaterCannotBeTouchedMeanwhile) {
+  on_ranks(
+      2, Gather::together,
+      [](World, Chain& net, Engine& engine) {
+        net.forward(ones).sum().backward();
+        at::Tensor y = net.forward(ones);
+        EXPECT_GT(gathered(engine), 0);
+        at::NoGradGuard no_grad;
+        for (auto& layer : net.layers) {
+          EXPECT_THAT([&] { layer.get()->weight.add_(1); },
+                      testing::Throws<std::exception>(
+                          testing::Property(&std::exception::what, testing::HasSubstr("its unit is released"))));
+        }
+      },
+      1 << 20);
+}
+
+// The orders differ from the second step on, in units of one size, gathered ahead already.
+TEST(Lifetime, RanksWhoseOrdersPartLaterAreToldBothToo) {
+  for (const int64_t window : {kNextAlone, int64_t{1} << 20}) {
+    try {
+      on_ranks(
+          2, Gather::together,
+          [](World world, Chain& net, Engine& engine) {
+            for (int step = 0; step < 6; ++step) {
+              at::Tensor h = ones;
+              for (int i = 0; i < 5; ++i) {
+                const int layer = world.rank() == 1 && step > 0 && i > 1 ? 6 - i : i;
+                h = torch::tanh(net.layers[layer]->forward(h));
+              }
+              h.sum().backward();
+              engine.step();
+              engine.zero_grad();
+            }
+          },
+          window);
+      FAIL() << "different orders were gathered";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(),
+                  testing::AllOf(testing::HasSubstr("layer"), testing::HasSubstr("the same units on every rank")))
+          << window;
+    }
+  }
+}
+
+// Units of one size, in messages that do not say what they gather: the facts find out, and no parameter is updated.
+TEST(Lifetime, GathersThatMixedUnitsNeverReachAnOptimizer) {
+  for (const bool late : {false, true}) {
+    std::atomic<int> updates{0};
+    try {
+      on_ranks(2, Gather::together, [&](World world, Chain& net, Engine& engine) {
+        engine.impl().reducer->fault = Fault::gather_unnamed;
+        for (int step = 0; step < 4; ++step) {
+          const bool other = world.rank() == 1 && step == (late ? 2 : 0);
+          at::Tensor h = ones;
+          for (int i : {0, other ? 2 : 1, other ? 1 : 2, 3, 4}) h = torch::tanh(net.layers[i]->forward(h));
+          h.sum().backward();
+          engine.step();
+          ++updates;
+          engine.zero_grad();
+        }
+      });
+      FAIL() << "mixed units were used";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("the same units on every rank"));
+      if (!late) {
+        EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("rank 0 gathered the parameters beside 'layer1."),
+                                                 testing::HasSubstr("rank 1 gathered the parameters beside 'layer2.")));
+      }
+    }
+    EXPECT_EQ(updates.load(), late ? 4 : 0);
   }
 }
 

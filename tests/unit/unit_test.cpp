@@ -177,7 +177,7 @@ TEST(Units, AFrozenBaseOfAnyDtypeCostsNoReductionAndNoGradientMemory) {
         options.deterministic = deterministic;
         options.virtual_ranks = 2;
         Engine engine(world, net, SGD{.lr = 0.1}, options);
-        if (together) engine.impl().units->gather_together();
+        if (together) engine.impl().units->gather_together(16 << 20);
         for (int step = 0; step < 3; ++step) {
           net.forward(torch::ones({2, 8}) * (world.rank() + 1)).pow(2).sum().backward();
           engine.step();

@@ -1,0 +1,91 @@
+// What agreement costs by the number of ranks: counted in rounds, messages and waits, of which none may grow faster than log₂.
+#include <gtest/gtest.h>
+
+#include <bit>
+
+#include "unit/support/net.h"
+#include "world/wire.h"
+
+namespace plumb {
+namespace {
+
+using scenarios::Alike;
+
+struct Cost {
+  Wire::Count pass, step, gather;
+};
+
+Wire::Count of(const World& world, Cargo cargo) { return wire_counts(world)[static_cast<size_t>(cargo)]; }
+
+// Of one step of five units in the steady state, on rank 0.
+Cost measure(int ranks, const std::string& strategy) {
+  Cost cost;
+  run_local(ranks, [&](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(7);
+    Alike net(5);
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = strategy});
+    if (strategy == "zero3") engine.impl().units->gather_together(1);
+    for (int step = 0; step < 3; ++step) {
+      const Wire::Count begin = of(world, Cargo::control), gathers = of(world, Cargo::gather);
+      at::Tensor h = torch::ones({2, 6});
+      for (auto& layer : net.layers) h = torch::tanh(layer->forward(h));
+      h.sum().backward();
+      const Wire::Count between = of(world, Cargo::control);
+      engine.step();
+      engine.zero_grad();
+      if (step < 2 || world.rank() != 0) continue;
+      cost.pass = between - begin;
+      cost.step = of(world, Cargo::control) - between;
+      cost.gather = of(world, Cargo::gather) - gathers;
+    }
+  });
+  return cost;
+}
+
+class Scale : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Scale, ::testing::Values(2, 3, 4, 8, 16, 32, 64));
+
+// A pass is one host round trip, forwards and gathers included, and a step another, each log₂ N rounds deep.
+TEST_P(Scale, APassAndAStepAreOneRoundTripEach) {
+  const int ranks = GetParam();
+  const int64_t deep = std::bit_width(static_cast<unsigned>(ranks - 1)) + 1;
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
+    const Cost cost = measure(ranks, strategy);
+    EXPECT_EQ(cost.pass.waits, 1) << strategy;
+    EXPECT_LE(cost.pass.rounds, deep) << strategy;
+    EXPECT_EQ(cost.step.waits, 1) << strategy;
+    EXPECT_LE(cost.step.rounds, deep) << strategy;
+    EXPECT_LE(cost.pass.bytes, 8 * 64 * deep) << strategy;
+    if (std::string(strategy) == "zero3") {
+      EXPECT_EQ(cost.gather.rounds, 8);  // five forwards, the first two as one, and four backwards: the last stays
+      EXPECT_EQ(cost.gather.messages, 8 * (ranks - 1));
+    } else {
+      EXPECT_EQ(cost.gather.messages, 0) << strategy;
+    }
+  }
+}
+
+// The check of the model: the same for every rank, however many there are.
+TEST_P(Scale, AnEngineIsBuiltWithABoundedNumberOfHostMessages) {
+  const int ranks = GetParam();
+  const int64_t deep = std::bit_width(static_cast<unsigned>(ranks - 1)) + 1;
+  run_local(ranks, [&](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(7);
+    Alike net(5);
+    lock.unlock();
+    const Wire::Count before = of(world, Cargo::control);
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "ddp"});
+    const Wire::Count more = of(world, Cargo::control) - before;
+    EXPECT_LE(more.waits, 4);
+    EXPECT_LE(more.rounds, 4 * deep);
+    EXPECT_LE(more.bytes, 4 * deep * 64);
+  });
+}
+
+}  // namespace
+}  // namespace plumb
