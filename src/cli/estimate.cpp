@@ -9,8 +9,11 @@
 #include <tuple>
 
 #include "cli/flags.h"
+#include "layout/duration.h"
 #include "model/gpt.h"
+#include "plumb/error.h"
 #include "report/run.h"
+#include "world/wire.h"
 
 namespace plumb::cli {
 
@@ -23,6 +26,11 @@ struct Question {
   std::string params;    // empty: the built-in gpt
   int64_t units = 32;
   int64_t vocabulary = 12;  // of the addition task
+  std::string latency;      // empty, or one of the two below not given: no times are told
+  double bandwidth = 0;     // Gbit/s
+  double flops = 0;
+  int64_t tokens = 2048;
+  bool times() const { return !latency.empty() || bandwidth > 0 || flops > 0; }
 };
 
 std::vector<Flag> table_of(Question& q) {
@@ -42,6 +50,10 @@ std::vector<Flag> table_of(Question& q) {
       {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},
       {"accumulate", "World", "N", "micro-batches per step and rank", &s.accumulate},
       {"hold-unsharded", "World", "", "sharded gradients of micro-batches travel once a step", &s.hold_unsharded},
+      {"latency", "Time", "T", "of a message between two ranks: 30us, 1ms", &q.latency},
+      {"bandwidth", "Time", "GBPS", "Gbit/s that a rank sends with", &q.bandwidth},
+      {"flops", "Time", "X", "operations per second that a rank computes with: 4e14", &q.flops},
+      {"tokens", "Time", "N", "of one micro-batch on one rank", &q.tokens},
       {"json", "Output", "", "one machine-readable line", &s.json},
   };
 }
@@ -84,6 +96,37 @@ std::string mb(int64_t bytes) {
   return text;
 }
 
+Duration duration_of(const Question& q, const ModelShape& shape, const Settings& run) {
+  Link link;
+  if (!q.latency.empty()) {
+    try {
+      link.latency = std::chrono::duration<double>(read_shape("latency=" + q.latency).latency).count();
+    } catch (const Error&) {
+      throw UsageError("--latency takes a time such as 30us or 1ms, not " + in_quotes(q.latency));
+    }
+  }
+  if (q.bandwidth > 0) link.bytes_per_second = q.bandwidth * 1e9 / 8;
+  Load load{.tokens = static_cast<double>(q.tokens)};
+  if (q.flops > 0) load.flops = q.flops;
+  return duration(shape, plan_for(run, run.ranks), link, load);
+}
+
+nlohmann::ordered_json to_json(const Duration& d) {
+  return {{"compute_s", d.compute}, {"data_s", d.data},       {"gathers_s", d.gathers},
+          {"control_s", d.control}, {"exposed_s", d.exposed}, {"step_s", d.step}};
+}
+
+void print_times(const Question& q, const ModelShape& shape, const std::vector<Settings>& runs) {
+  std::printf("\nmilliseconds of a step, hidden or not, and what is left when computation hides what it can:\n\n");
+  std::printf("  %-8s %11s %11s %11s %11s   %11s %11s\n", "strategy", "compute", "data", "gathers", "control",
+              "exposed", "step");
+  for (const Settings& run : runs) {
+    const Duration d = duration_of(q, shape, run);
+    std::printf("  %-8s %11.3f %11.3f %11.3f %11.3f   %11.3f %11.3f\n", run.strategy.c_str(), d.compute * 1e3,
+                d.data * 1e3, d.gathers * 1e3, d.control * 1e3, d.exposed * 1e3, d.step * 1e3);
+  }
+}
+
 void print(const Question& q, const ModelShape& shape, const std::vector<Settings>& runs) {
   int64_t largest = 0;
   for (const int64_t unit : shape.units) largest = std::max(largest, unit);
@@ -104,6 +147,7 @@ void print(const Question& q, const ModelShape& shape, const std::vector<Setting
   std::printf(
       "\nmesh: replicate x shard. Gathered units and buckets come and go within a step; activations are not "
       "counted.\n");
+  if (q.times()) print_times(q, shape, runs);
 }
 
 }  // namespace
@@ -141,11 +185,15 @@ int estimate(const std::vector<std::string>& words) {
   check_sizes(q.run);
   for (const auto& [flag, value, most] : {std::tuple{"ranks", q.run.ranks, int64_t{1'000'000'000}},
                                           {"units", q.units, int64_t{1'000'000}},
+                                          {"tokens", q.tokens, int64_t{1'000'000'000'000}},
                                           {"vocabulary", q.vocabulary, int64_t{1'000'000'000}}}) {
     if (value < 1 || value > most) {
       throw UsageError(std::string("--") + flag + " is " + std::to_string(value) +
                        "; it must be at least 1 and at most " + std::to_string(most));
     }
+  }
+  for (const auto& [flag, value] : {std::pair{"bandwidth", q.bandwidth}, {"flops", q.flops}}) {
+    if (value < 0) throw UsageError(std::string("--") + flag + " is negative; it must be more than 0");
   }
   const ModelShape shape = shape_for(q);
   // Some twenty bytes for each of these are sent.
@@ -175,6 +223,7 @@ int estimate(const std::vector<std::string>& words) {
     nlohmann::ordered_json one = {{"strategy", run.strategy},
                                   {"mesh", {{"replicate", plan.mesh.replicate}, {"shard", plan.mesh.shard}}}};
     one.update(to_json(estimate(shape, plan)));
+    if (q.times()) one["time"] = to_json(duration_of(q, shape, run));
     all["estimates"].push_back(one);
   }
   std::puts(report::one_line(all).c_str());

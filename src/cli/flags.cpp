@@ -19,6 +19,7 @@ std::vector<Flag> flags(Settings& s) {
       {"device", "World", "NAME", "cpu or cuda", &s.device},
       {"timeout", "World", "SECONDS", "how long a rank may keep the others waiting", &s.timeout},
       {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},
+      {"shape", "World", "LINK", "latency=1ms,gbps=10: as if a link like that lay between the ranks", &s.shape},
       {"threads", "World", "N", "threads per rank (0: the cores, divided; --deterministic: 1)", &s.threads},
       {"hold-unsharded", "World", "", "sharded gradients of micro-batches travel once a step, not each time",
        &s.hold_unsharded},
@@ -47,6 +48,7 @@ std::vector<Flag> flags(Settings& s) {
        &s.eval_every},
       {"questions", "Training", "N", "held-out questions asked at the end", &s.questions},
       {"out", "Output", "DIR", "run folder: log.jsonl and report.html", &s.out},
+      {"trace", "Output", "FILE", "what every rank did when, for Perfetto or chrome://tracing", &s.trace},
       {"json", "Output", "", "machine-readable lines on stdout", &s.json},
       {"quiet", "Output", "", "the summary alone", &s.quiet},
   };

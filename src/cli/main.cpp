@@ -115,7 +115,8 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   if (s.device == "cuda" && !torch::cuda::is_available()) {
     throw UsageError("--device cuda: libtorch finds no CUDA device here; `plumb info` lists what it finds");
   }
-  const bool is_rank = error_fd() >= 0;  // started by our own launcher
+  if (!s.shape.empty()) setenv("PLUMB_SHAPE", s.shape.c_str(), 1);  // the ranks that are started inherit it
+  const bool is_rank = error_fd() >= 0;                             // started by our own launcher
   const bool joins = is_rank || (s.ranks == 0 && read_place().launcher != "none");
   if (joins && s.backend == "local") {
     throw UsageError(

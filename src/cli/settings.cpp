@@ -12,6 +12,7 @@
 #include "cli/flags.h"
 #include "plumb/error.h"
 #include "plumb/strategy.h"
+#include "world/wire.h"
 
 namespace plumb::cli {
 
@@ -90,6 +91,11 @@ void check(const Settings& s) {
         "--deterministic cannot keep its promise with --dtype f16: a backward's gradients are scaled by its rank's "
         "number "
         "of shares, and f16's narrow range rounds them otherwise on other worlds; choose bf16 or f32");
+  }
+  try {
+    read_shape(s.shape);
+  } catch (const Error& error) {
+    throw UsageError(std::string("--shape: ") + error.what());
   }
   above_zero("timeout", s.timeout);
   at_most("timeout", s.timeout, 1e6);

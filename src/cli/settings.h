@@ -33,6 +33,7 @@ struct Settings {
   std::string device = "cpu";
   double timeout = 60.0;  // seconds
   double bucket_mb = 4.0;
+  std::string shape;  // of the links between ranks, for trials; empty: as they are
   bool hold_unsharded = false;
   bool deterministic = false;
   int64_t virtual_ranks = 8;  // shares of the batch in deterministic mode
@@ -63,7 +64,8 @@ struct Settings {
   int64_t eval_every = -1;   // -1: ten times in a run of at least 100 steps; 0: at the end only
   int64_t questions = 1024;  // asked at the end
   // output
-  std::string out;  // empty: no run folder
+  std::string trace;  // a file; empty: none
+  std::string out;    // empty: no run folder
   bool json = false;
   bool quiet = false;
 };

@@ -4,9 +4,11 @@
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
 
+#include <array>
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <limits>
 
 #include "cli/console.h"
@@ -18,6 +20,8 @@
 #include "report/folder.h"
 #include "report/run.h"
 #include "world/group.h"
+#include "world/timeline.h"
+#include "world/wire.h"
 
 namespace plumb::cli {
 
@@ -122,6 +126,58 @@ nlohmann::ordered_json or_null(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
 }
 
+// What the engine's communication cost this rank in the steps that are counted: from the second on, which finds its buckets.
+class WireAccount {
+ public:
+  explicit WireAccount(const World& world) : world_(world) {}
+
+  void begin() { before_ = wire_counts(world_); }
+  void end() {
+    if (steps_++ == 0) return;
+    const Wire::Counts now = wire_counts(world_);
+    for (size_t kind = 0; kind < now.size(); ++kind) {
+      const Wire::Count more = now[kind] - before_[kind];
+      Wire::Count& sum = sums_[kind];
+      sum = {sum.rounds + more.rounds, sum.messages + more.messages, sum.bytes + more.bytes, sum.waits + more.waits,
+             sum.blocked + more.blocked};
+    }
+  }
+
+  nlohmann::ordered_json to_json() const {
+    const double steps = static_cast<double>(std::max<int64_t>(1, steps_ - 1));
+    nlohmann::ordered_json kinds;
+    double bytes = 0;
+    constexpr std::array names = {"data", "control", "gather", "store"};
+    for (size_t kind = 0; kind < names.size(); ++kind) {
+      const Wire::Count& sum = sums_[kind];
+      const auto each = [&](int64_t count) { return static_cast<double>(count) / steps; };
+      bytes += each(sum.bytes);
+      kinds[names[kind]] = {{"rounds", each(sum.rounds)},
+                            {"messages", each(sum.messages)},
+                            {"bytes", each(sum.bytes)},
+                            {"waits", each(sum.waits)},
+                            {"blocked", each(sum.blocked)}};
+    }
+    nlohmann::ordered_json all = {{"blocking_waits_per_step", kinds["control"]["waits"]},
+                                  {"control_rounds_per_step", kinds["control"]["rounds"]},
+                                  {"bytes_per_step", bytes}};
+    all.update(kinds);
+    return all;
+  }
+
+ private:
+  const World& world_;
+  Wire::Counts before_{}, sums_{};
+  int64_t steps_ = 0;
+};
+
+// On rank 0.
+void write_trace(const std::string& path, const std::string& trace) {
+  std::ofstream file(path);
+  file << trace;
+  if (!file.flush()) throw Error("cannot write the trace to '" + path + "'");
+}
+
 }  // namespace
 
 int train(const World& world, const Settings& s, const model::Task& task) {
@@ -157,15 +213,22 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   const int64_t micro = s.batch / (ranks * micros);  // samples
   const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
   const auto begun = Clock::now();
+  Timeline& timeline = timeline_of(world);
+  if (!s.trace.empty()) timeline.start();
+  WireAccount wire(world);
   std::vector<report::Step> steps;
   int signal = 0;
   for (int64_t step = 0; step < s.steps && signal == 0; ++step) {
     const auto start = Clock::now();
+    wire.begin();
     engine.zero_grad();
     std::vector<double> losses;
     for (int64_t i = 0; i < micros; ++i) {
       const int64_t first = (world.rank() * micros + i) * micro;
+      const auto forward = Clock::now();
       const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device));
+      timeline.span("program", "forward", forward);
+      const Timeline::Scope backward(timeline, "program", [] { return "backward"; });
       const auto part = engine.scale(loss / static_cast<double>(micros));
       if (i + 1 < micros) {
         const auto quiet = engine.no_sync();
@@ -175,7 +238,10 @@ int train(const World& world, const Settings& s, const model::Task& task) {
       }
       losses.push_back(loss.item<double>());
     }
+    const auto stepping = Clock::now();
     const StepInfo info = engine.step();
+    timeline.span("program", "step", stepping);
+    wire.end();
     Shared all = share(world, losses, step);
     signal = all.signal;
 
@@ -208,6 +274,10 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   if (signal == 0) steps.back().accuracy = ratio(score);
   const std::vector<int64_t> peaks = everybodys(world, peak_rss_bytes(), "memory");
   const std::string digest = model_digest(engine, *model);
+  if (!s.trace.empty()) {
+    const std::string trace = trace_of(world, begun);
+    if (world.rank() == 0) write_trace(s.trace, trace);
+  }
   if (world.rank() == 0) {
     std::vector<double> ms;
     for (const auto& step : steps) ms.push_back(step.ms);
@@ -224,6 +294,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                       {"accuracy", ratio(score)},
                                       {"asked", score.asked},
                                       {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
+                                      {"wire", wire.to_json()},
                                       {"backend", world.backend()},
                                       {"device", s.device},
                                       {"dtype", s.dtype},
