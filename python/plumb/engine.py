@@ -50,6 +50,8 @@ class Engine:
         loss_scale: dynamic loss scaling, for f16: ``engine.backward`` and ``engine.scale`` multiply the loss.
         groups: parameters with their own ``lr`` or ``weight_decay`` (Plumb's optimizers): ``{"match": …, "lr": …}``.
         schedule: of the learning rate (Plumb's optimizers).
+        gather_ahead_bytes: where sharded parameters travel, units that are used next are gathered before their use, and kept
+            after it, as many bytes of whole parameters as this.
         deterministic: the same bits on every number of ranks and in every strategy.
 
     >>> import plumb, torch
