@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include <memory>
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "layout/digest.h"
