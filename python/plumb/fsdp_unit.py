@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-from . import _C, optim
+from . import _C, compiled, optim
 from .sharded import Sharded, ShardedParameter
 from .world import of_mesh, remember
 
@@ -196,6 +196,7 @@ class Engine:
         options.cut = _C.Cut.at_rows
         pairs = [(unit.door, unit.leaves) for unit in self.units if unit.parameters]
         self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
+        compiled.watch()
         remember(self)
         self.whole = all(one.cut.shards == 1 for one in self.parameters)
         shards = dict(self.native.shards())

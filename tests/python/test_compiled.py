@@ -365,3 +365,36 @@ def wrapped(before: bool) -> float:
 @pytest.mark.parametrize("before", [False, True], ids=["compiled after", "compiled before"])
 def test_distributed_data_parallel_compiles_to_whole_graphs(before: bool) -> None:
     assert max(plumb.spawn(wrapped, 2, (before,), timeout=100)) < 1e-10
+
+
+# ---- fully_shard
+
+
+def sharded() -> tuple[float, int]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model, twin = make(), make()
+    for block in model.blocks:
+        plumb.fully_shard(block)
+    plumb.fully_shard(model)
+    mine, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    seen = torch.compile(model, backend=AOT_EAGER)
+    for i in range(3):
+        x = Play(twin, dist.get_rank(), 2, 1.0).data(i)
+        seen(x).pow(2).mean().backward()
+        mine.step()
+        mine.zero_grad()
+        for rank in range(2):
+            (twin(Play(twin, rank, 2, 1.0).data(i)).pow(2).mean() / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+    with torch.no_grad():
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        far = max(float((one.full_tensor() - other).abs().max()) for one, other in pairs)
+    return far, compiled.counts().delivered
+
+
+def test_fully_sharded_models_compile() -> None:
+    for far, delivered in plumb.spawn(sharded, 2, timeout=100):
+        assert far < 1e-10 and delivered > 0
