@@ -19,6 +19,7 @@ struct LeafHook final : torch::autograd::FunctionPreHook {
     if (const auto alive = entrances.lock()) alive->accumulator_changed(*target);
     return gradients;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   static bool is_of(const torch::autograd::FunctionPreHook& hook, const Sink& sink) {
     const auto* ours = dynamic_cast<const LeafHook*>(&hook);
     return ours != nullptr && ours->target == &sink;
