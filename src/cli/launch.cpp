@@ -178,7 +178,7 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
 
 }  // namespace
 
-int launch(int64_t count, char** argv) {
+int launch(int64_t count, char** argv, int64_t* lost) {
   // Signals are read from a descriptor, so that none is lost between looking and waiting.
   int wake[2];
   if (pipe2(wake, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
@@ -266,6 +266,9 @@ int launch(int64_t count, char** argv) {
   }
   close(wake[0]);
   close(wake[1]);
+  for (const Rank& rank : ranks) {
+    if (lost != nullptr && rank.accused && WIFSIGNALED(rank.status)) ++*lost;
+  }
   return verdict(ranks, order, stop);
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/checkpoint.h"
 #include "cli/estimate.h"
 #include "cli/info.h"
 #include "cli/launch.h"
@@ -38,6 +39,7 @@ constexpr const char* kHelp =
     "  plumb estimate  memory and messages of a run, before it runs\n"
     "  plumb sim       run the engine on a simulated accelerator and look for races\n"
     "  plumb info      versions, devices, backends (--json for machines)\n"
+    "  plumb checkpoint  list, verify, compare and convert checkpoints\n"
     "\n"
     "Try\n"
     "  plumb train --ranks 2 --out runs/first      2 ranks on this machine, then open the report\n"
@@ -45,6 +47,7 @@ constexpr const char* kHelp =
     "  plumb train --config run.toml --steps 50    settings from a file; flags win\n"
     "  plumb train --ranks 2 --strategy zero3      shard parameters, gradients and optimizer state\n"
     "  plumb estimate --params 7B --ranks 8        what each strategy would hold and send\n"
+    "  plumb train --checkpoint runs/saved --save-every 100    goes on from there when it is started again\n"
     "  torchrun --no-python --nproc-per-node 2 plumb train\n"
     "\n"
     "  plumb train --help                          every flag\n"
@@ -105,6 +108,36 @@ void use_threads(const Settings& s, int64_t local_ranks) {
   at::set_num_threads(static_cast<int>(s.deterministic ? 1 : s.threads > 0 ? s.threads : cores));
 }
 
+// Starts the ranks, and again from the newest checkpoint as often as --restarts allows; without the ranks that were lost
+// where --min-ranks says so.
+int launch_again_and_again(const Settings& s, int64_t ranks, char** argv) {
+  for (int64_t restart = 0;; ++restart) {
+    int64_t lost = 0;
+    const int code = launch(ranks, argv, &lost);
+    if (code != 1 || restart == s.restarts) return code;
+    if (s.min_ranks > 0) {
+      const auto fits = [&](int64_t count) {
+        try {
+          check_world(s, count);
+          return true;
+        } catch (const UsageError&) {
+          return false;
+        }
+      };
+      ranks -= lost;
+      while (ranks >= s.min_ranks && !fits(ranks)) --ranks;
+      if (ranks < s.min_ranks) {
+        std::fprintf(stderr, "plumb: fewer than --min-ranks %lld ranks are left\n",
+                     static_cast<long long>(s.min_ranks));
+        return code;
+      }
+    }
+    std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart + 1),
+                 static_cast<long long>(s.restarts), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks");
+    setenv(kRestarted, "1", /*overwrite=*/1);
+  }
+}
+
 int run_train(const std::vector<std::string>& words, char** argv) {
   bool help = false;
   const Settings s = read_settings(words, help);
@@ -126,7 +159,9 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   if (!joins) check_world(s, ranks);
   const auto task = make_task(s);
 
-  if (!joins && ranks > 1 && s.backend != "local") return launch(ranks, argv);
+  if (!joins && (ranks > 1 || s.restarts > 0) && s.backend != "local") {
+    return launch_again_and_again(s, ranks, argv);
+  }
   note_signals();
   count_tensors();
   if (!joins && s.backend == "local") {
@@ -174,6 +209,7 @@ int run(int argc, char** argv) {
   words.erase(words.begin());
   if (command == "train") return run_train(words, argv);
   if (command == "estimate") return estimate(words);
+  if (command == "checkpoint") return checkpoint(words);
   if (command == "info") return info(words);
   if (command == "sim") return sim(words);
   if (command == "--help" || command == "-h" || command == "help") {
@@ -184,7 +220,8 @@ int run(int argc, char** argv) {
     std::puts("plumb " PLUMB_VERSION);
     return 0;
   }
-  throw UsageError("unknown command " + in_quotes(command) + "; the commands are: train, estimate, sim, info");
+  throw UsageError("unknown command " + in_quotes(command) +
+                   "; the commands are: train, estimate, sim, info, checkpoint");
 }
 
 }  // namespace

@@ -115,7 +115,21 @@ void check(const Settings& s) {
     throw UsageError("--context " + std::to_string(s.context) + " is too short: sums of " + std::to_string(s.digits) +
                      " digits need " + std::to_string(3 * s.digits + 2));
   }
+  one_of("nonfinite", s.nonfinite, {"error", "skip", "continue"});
+  within("save-every", s.save_every, 0, kMostSteps);
+  within("keep", s.keep, 0, 1'000'000);
+  within("restarts", s.restarts, 0, 1'000'000);
+  within("min-ranks", s.min_ranks, 0, 1 << 20);
+  if (s.checkpoint.empty() && (s.save_every > 0 || s.restarts > 0 || s.min_ranks > 0)) {
+    throw UsageError("--save-every, --restarts and --min-ranks need a folder for checkpoints: --checkpoint DIR");
+  }
+  if (s.resume.empty()) throw UsageError("--resume is empty; it is auto, never, or the path of a checkpoint");
+  if (s.min_ranks > 0 && s.restarts == 0) throw UsageError("--min-ranks is of --restarts; say how many");
   std::error_code ignored;
+  if (!s.checkpoint.empty() && std::filesystem::exists(s.checkpoint, ignored) &&
+      !std::filesystem::is_directory(s.checkpoint, ignored)) {
+    throw UsageError("--checkpoint '" + s.checkpoint + "' exists and is not a folder");
+  }
   if (!s.out.empty() && std::filesystem::exists(s.out, ignored) && !std::filesystem::is_directory(s.out, ignored)) {
     throw UsageError("--out '" + s.out + "' exists and is not a folder");
   }

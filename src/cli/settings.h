@@ -63,6 +63,14 @@ struct Settings {
   int64_t seed = 1;
   int64_t eval_every = -1;   // -1: ten times in a run of at least 100 steps; 0: at the end only
   int64_t questions = 1024;  // asked at the end
+  std::string nonfinite = "continue";
+  // checkpoints
+  std::string checkpoint;  // the folder of them; empty: none
+  int64_t save_every = 0;  // steps; 0: at the end only
+  std::string resume = "auto";
+  int64_t keep = 3;  // 0: all
+  int64_t restarts = 0;
+  int64_t min_ranks = 0;  // 0: a restart has as many ranks as the run
   // output
   std::string trace;  // a file; empty: none
   std::string out;    // empty: no run folder

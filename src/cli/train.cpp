@@ -8,17 +8,21 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <limits>
 
 #include "cli/console.h"
 #include "cli/digest.h"
 #include "cli/estimate.h"
+#include "cli/launch.h"
 #include "cli/memory.h"
 #include "cli/process.h"
 #include "plumb/engine.h"
 #include "report/folder.h"
 #include "report/run.h"
+#include "save/folder.h"
 #include "world/group.h"
 #include "world/timeline.h"
 #include "world/wire.h"
@@ -46,6 +50,9 @@ Options engine_options(const Settings& s) {
   // An infinite limit clips nothing, and the norm is still measured.
   options.clip_norm = s.clip > 0 ? s.clip : std::numeric_limits<double>::infinity();
   options.schedule = {.warmup = s.warmup, .total = s.steps, .floor = 0.1};
+  options.nonfinite = s.nonfinite == "error"  ? NonFinite::error
+                      : s.nonfinite == "skip" ? NonFinite::skip
+                                              : NonFinite::proceed;
   // Biases and norms are not pulled towards zero.
   options.groups = {
       {.match =
@@ -120,6 +127,91 @@ double ratio(const model::Score& score) { return static_cast<double>(score.right
 
 model::Batch to(const model::Batch& batch, const at::Device& device) {
   return {batch.input.to(device), batch.target.to(device)};
+}
+
+// The checkpoints of one run, as its flags ask for them.
+class Checkpoints {
+ public:
+  Checkpoints(Engine& engine, const Settings& settings) : engine_(engine), settings_(settings) {}
+
+  // Where the data goes on: samples that were used by the runs before this one.
+  int64_t resume() {
+    const World& world = engine_.world();
+    std::string from = settings_.resume == "never" ? "" : settings_.resume;
+    // Started again by the launcher, a run goes on from what it saved itself, if anything.
+    if (from == "auto" || std::getenv(kRestarted) != nullptr) {
+      const bool mine = !settings_.checkpoint.empty() && save::newest_in(settings_.checkpoint).has_value();
+      const bool any = everybodys(world, mine ? 1 : 0, "checkpoints")[0] != 0;  // as rank 0 sees it
+      from = any ? settings_.checkpoint : from == "auto" ? "" : from;
+    }
+    if (from.empty()) return 0;
+    const LoadInfo info = engine_.load(from);
+    if (world.rank() == 0 && !settings_.quiet && !settings_.json) {
+      std::fprintf(stderr, "plumb: goes on from '%s' (step %lld)\n", info.path.c_str(),
+                   static_cast<long long>(info.step));
+    }
+    if (info.samples % settings_.batch != 0) {
+      throw UsageError("--batch " + std::to_string(settings_.batch) + " does not divide the " +
+                       std::to_string(info.samples) + " samples that '" + info.path + "' has used");
+    }
+    return info.samples;
+  }
+
+  // After a step: in the background, at the end of the run at once.
+  void after(int64_t step, int64_t samples, bool last) {
+    if (settings_.checkpoint.empty()) return;
+    const bool due = settings_.save_every > 0 && step % settings_.save_every == 0;
+    if (!due && !last) return;
+    const SaveOptions options{.samples = samples, .keep = settings_.keep};
+    try {
+      if (last) {
+        engine_.save(settings_.checkpoint, options);
+      } else {
+        engine_.save_in_background(settings_.checkpoint, options);
+      }
+    } catch (const SaveError& error) {
+      complain(error);
+    }
+  }
+
+  // A step, which may learn that the last checkpoint failed.
+  StepInfo step() {
+    try {
+      return engine_.step();
+    } catch (const SaveError& error) {
+      complain(error);
+    }
+    return engine_.step();
+  }
+
+  bool failed() const { return failed_; }
+
+ private:
+  void complain(const SaveError& error) {
+    failed_ = true;
+    if (engine_.world().rank() != 0) return;
+    std::fprintf(stderr, "%s; training goes on, earlier checkpoints are intact\n", error.what());
+  }
+
+  Engine& engine_;
+  const Settings& settings_;
+  bool failed_ = false;
+};
+
+// With --nonfinite error, names where it began: the first micro-batch whose loss is not finite, of the lowest rank.
+void check_losses(const World& world, const Settings& s, const std::vector<double>& losses, int64_t step) {
+  if (s.nonfinite != "error") return;
+  int64_t first = -1;
+  for (size_t i = losses.size(); i-- > 0;) {
+    if (!std::isfinite(losses[i])) first = static_cast<int64_t>(i);
+  }
+  const auto all = everybodys(world, first, "losses that are not finite");
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] < 0) continue;
+    throw Error(world.rank(), "step " + std::to_string(step) + ": the loss of micro-batch " +
+                                  std::to_string(all[rank]) + " on rank " + std::to_string(rank) +
+                                  " is not finite (--nonfinite error)");
+  }
 }
 
 nlohmann::ordered_json or_null(double value) {
@@ -212,13 +304,16 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   const int64_t micros = micro_batches(s, ranks);
   const int64_t micro = s.batch / (ranks * micros);  // samples
   const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
+  Checkpoints checkpoints(engine, s);
+  int64_t samples = checkpoints.resume();
+  const int64_t resumed = engine.steps();
   const auto begun = Clock::now();
   Timeline& timeline = timeline_of(world);
   if (!s.trace.empty()) timeline.start();
   WireAccount wire(world);
   std::vector<report::Step> steps;
   int signal = 0;
-  for (int64_t step = 0; step < s.steps && signal == 0; ++step) {
+  for (int64_t step = resumed; step < s.steps && signal == 0; ++step) {
     const auto start = Clock::now();
     wire.begin();
     engine.zero_grad();
@@ -226,7 +321,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     for (int64_t i = 0; i < micros; ++i) {
       const int64_t first = (world.rank() * micros + i) * micro;
       const auto forward = Clock::now();
-      const auto loss = model::loss_of(model, to(task.batch(step, first, micro), device));
+      const auto loss = model::loss_of(model, to(task.batch(samples / s.batch, first, micro), device));
       timeline.span("program", "forward", forward);
       const Timeline::Scope backward(timeline, "program", [] { return "backward"; });
       const auto part = engine.scale(loss / static_cast<double>(micros));
@@ -238,8 +333,10 @@ int train(const World& world, const Settings& s, const model::Task& task) {
       }
       losses.push_back(loss.item<double>());
     }
+    check_losses(world, s, losses, step);
     const auto stepping = Clock::now();
-    const StepInfo info = engine.step();
+    const StepInfo info = checkpoints.step();
+    samples += s.batch;
     timeline.span("program", "step", stepping);
     wire.end();
     Shared all = share(world, losses, step);
@@ -258,6 +355,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
       const model::Score score = evaluate(world, task, model, 256, 0, step, signal);
       if (signal == 0) record.accuracy = ratio(score);
     }
+    checkpoints.after(step + 1, samples, step + 1 == s.steps || signal != 0);
     console.step(record);
     folder.add(report::to_json(record));
     steps.push_back(std::move(record));
@@ -271,7 +369,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   const Estimate predicted = estimate(shape, plan_for(s, ranks));
 
   const model::Score score = evaluate(world, task, model, s.questions, 8, s.steps, signal);
-  if (signal == 0) steps.back().accuracy = ratio(score);
+  if (signal == 0 && !steps.empty()) steps.back().accuracy = ratio(score);
   const std::vector<int64_t> peaks = everybodys(world, peak_rss_bytes(), "memory");
   const std::string digest = model_digest(engine, *model);
   if (!s.trace.empty()) {
@@ -281,31 +379,34 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   if (world.rank() == 0) {
     std::vector<double> ms;
     for (const auto& step : steps) ms.push_back(step.ms);
-    const double median = report::median(ms);
-    nlohmann::ordered_json summary = {{"steps", static_cast<int64_t>(steps.size())},
-                                      {"loss", or_null(steps.back().loss)},
-                                      {"ranks", ranks},
-                                      {"strategy", s.strategy},
-                                      {"model_digest", digest},
-                                      {"step_ms_median", median},
-                                      {"peak_rss_bytes", peaks},
-                                      {"predicted_bytes", to_json(predicted)},
-                                      {"measured_bytes", nlohmann::ordered_json()},
-                                      {"accuracy", ratio(score)},
-                                      {"asked", score.asked},
-                                      {"tokens_per_s", static_cast<double>(s.batch * task.length()) / (median / 1e3)},
-                                      {"wire", wire.to_json()},
-                                      {"backend", world.backend()},
-                                      {"device", s.device},
-                                      {"dtype", s.dtype},
-                                      {"params", params},
-                                      {"task", task.name()},
-                                      {"held_out", task.held_out()},
-                                      {"first_loss", or_null(steps.front().loss)},
-                                      {"seconds", seconds},
-                                      {"stopped", signal != 0},
-                                      {"settings", to_json(s)},
-                                      {"samples", nlohmann::ordered_json::array()}};
+    const double median = ms.empty() ? 0.0 : report::median(ms);
+    nlohmann::ordered_json summary = {
+        {"steps", static_cast<int64_t>(steps.size())},
+        {"resumed_from_step", resumed},
+        {"samples_used", samples},
+        {"loss", steps.empty() ? nlohmann::ordered_json() : or_null(steps.back().loss)},
+        {"ranks", ranks},
+        {"strategy", s.strategy},
+        {"model_digest", digest},
+        {"step_ms_median", median},
+        {"peak_rss_bytes", peaks},
+        {"predicted_bytes", to_json(predicted)},
+        {"measured_bytes", nlohmann::ordered_json()},
+        {"accuracy", ratio(score)},
+        {"asked", score.asked},
+        {"tokens_per_s", median > 0 ? static_cast<double>(s.batch * task.length()) / (median / 1e3) : 0.0},
+        {"wire", wire.to_json()},
+        {"backend", world.backend()},
+        {"device", s.device},
+        {"dtype", s.dtype},
+        {"params", params},
+        {"task", task.name()},
+        {"held_out", task.held_out()},
+        {"first_loss", steps.empty() ? nlohmann::ordered_json() : or_null(steps.front().loss)},
+        {"seconds", seconds},
+        {"stopped", signal != 0},
+        {"settings", to_json(s)},
+        {"samples", nlohmann::ordered_json::array()}};
     // The allocator of another device is not ours to count.
     if (device.is_cpu()) summary["measured_bytes"] = measured;
     for (const model::Sample& sample : score.samples) {

@@ -137,38 +137,33 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
     add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded);
   }
+  const auto add_own = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& value) {
+    Item item;
+    const std::string dtype = dtype_name(value.scalar_type(), save::to_string(kind) + " '" + name + "'");
+    item.tensor = {kind, name, key, dtype, value.sizes().vec(), {}, false, {}};
+    item.memory = value.detach().contiguous().view({-1});
+    item.end = item.memory.numel();
+    own.push_back(std::move(item));
+  };
   for (const OuterTensor& one : outer != nullptr ? outer->tensors : std::vector<OuterTensor>{}) {
-    at::Tensor like = one.value, memory = one.value.detach().contiguous().view({-1});
-    std::vector<int64_t> strides;
-    if (one.place != OuterTensor::Place::other) {
-      for (const auto& [name, parameter] : impl_.parameters) {
-        if (name == one.parameter) like = parameter;
-      }
-      SavedSlot slot;
-      slot.owner = like;
-      strides = slot.strides();
-      if (one.place == OuterTensor::Place::whole) {
-        const at::Tensor flat = at::empty({like.numel()}, one.value.options());
-        view_in(flat, 0, like).copy_(one.value.detach());
-        memory = flat;
-      }
+    if (one.place == OuterTensor::Place::other) {
+      if (replica == 0) add_own(Kind::optimizer_value, one.parameter, one.key, one.value);
+      continue;
     }
-    const bool other = one.place == OuterTensor::Place::other;
-    add(other ? Kind::optimizer_value : Kind::optimizer, one.parameter, one.key, like, memory, one.begin, strides,
-        one.place == OuterTensor::Place::piece && mesh.shard > 1);
+    SavedSlot slot;
+    for (const auto& [name, parameter] : impl_.parameters) {
+      if (name == one.parameter) slot.owner = parameter;
+    }
+    at::Tensor memory = one.value.detach();
+    if (one.place == OuterTensor::Place::whole) {
+      memory = at::empty({slot.owner.numel()}, one.value.options());
+      view_in(memory, 0, slot.owner).copy_(one.value.detach());
+    }
+    add(Kind::optimizer, one.parameter, one.key, slot.owner, memory.contiguous().view({-1}), one.begin, slot.strides(),
+        one.place == OuterTensor::Place::piece && reducer.shards(reducer.row().state));
   }
-  if (rank == 0) {
-    for (const Extra& extra : options.extras) {
-      for (const auto& [key, value] : extra.save()) {
-        Item item;
-        item.tensor = {
-            Kind::extra,         extra.name, key,   dtype_name(value.scalar_type(), "extra '" + extra.name + "'"),
-            value.sizes().vec(), {},         false, {}};
-        item.memory = value.detach().contiguous().view({-1});
-        item.end = item.memory.numel();
-        own.push_back(std::move(item));
-      }
-    }
+  for (const Extra& extra : rank == 0 ? options.extras : std::vector<Extra>{}) {
+    for (const auto& [key, value] : extra.save()) add_own(Kind::extra, extra.name, key, value);
   }
   for (at::Generator& generator : saved_generators()) {
     std::lock_guard lock(generator.mutex());

@@ -17,7 +17,7 @@ namespace plumb {
 // State of an optimizer that is not the engine's: one value of one parameter.
 struct OuterTensor {
   // Elements of the parameter's memory from `begin` on; the whole value of the parameter's shape; or a value of a shape of
-  // its own, the same on every rank.
+  // its own, which one rank of a replica gives.
   enum class Place { piece, whole, other } place = Place::other;
   std::string parameter, key;
   at::Tensor value;

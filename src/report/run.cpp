@@ -39,7 +39,7 @@ std::string line(const Step& s, int64_t steps) {
   std::string text = format("step %*lld/%lld  loss %.5f  norm %7.4f  %7.1f ms  %s tokens/s  %s", width,
                             static_cast<long long>(s.step), static_cast<long long>(steps), s.loss, s.grad_norm, s.ms,
                             human_count(std::llround(s.tokens_per_s)).c_str(), human_bytes(memory).c_str());
-  if (s.skipped) text += "  skipped: the loss scale was too large";
+  if (s.skipped) text += "  skipped: a gradient was not finite";
   if (s.accuracy) text += format("  accuracy %.1f %%", 100.0 * *s.accuracy);
   return text;
 }
