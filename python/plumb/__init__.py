@@ -34,7 +34,7 @@ if _minor(_torch.__version__) != _minor(_C.torch_version):
     )
 
 from . import described as _described
-from ._C import AdamW, Error, LossScale, Mesh, ParameterGroup, Schedule, SGD, StepInfo, World, strategies
+from ._C import AdamW, Error, LoadInfo, LossScale, Mesh, ParameterGroup, SaveError, Schedule, SGD, StepInfo, World, strategies
 from .ddp import DistributedDataParallel
 from .deferred import deferred
 from .engine import Engine
@@ -71,10 +71,12 @@ __all__ = [
     "Engine",
     "Error",
     "FSDPModule",
+    "LoadInfo",
     "LossScale",
     "Mesh",
     "ParameterGroup",
     "SGD",
+    "SaveError",
     "Schedule",
     "StepInfo",
     "World",

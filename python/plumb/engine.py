@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C, compiled, optim, units as _units
-from ._C import Error, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
+from . import _C, compiled, optim, save as _save, units as _units
+from ._C import Error, LoadInfo, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
 from .deferred import fill
 from .world import of_mesh, remember
 from .world import world as _world
@@ -24,6 +25,7 @@ AnyOptimizer = Union[_C.AdamW, _C.SGD, torch.optim.Optimizer, None]
 #: By names, by a regular expression over names, or by a predicate over them.
 Match = Union[Sequence[str], str, Callable[[str], bool]]
 Group = Union[ParameterGroup, dict[str, Any]]
+_NONFINITE = {"continue": _C.NonFinite.proceed, "skip": _C.NonFinite.skip, "error": _C.NonFinite.error}
 
 
 class Engine:
@@ -48,6 +50,8 @@ class Engine:
         elementwise: whether a ``torch.optim`` object updates each element by its own gradient and state alone. By default
             torch's own that do are known; any other steps whole parameters, each on the rank that owns it.
         loss_scale: dynamic loss scaling, for f16: ``engine.backward`` and ``engine.scale`` multiply the loss.
+        nonfinite: what ``step()`` does when a gradient of any rank is not finite: ``"continue"``, ``"skip"`` the update, or
+            an ``"error"`` on every rank that names the parameters.
         groups: parameters with their own ``lr`` or ``weight_decay`` (Plumb's optimizers): ``{"match": …, "lr": …}``.
         schedule: of the learning rate (Plumb's optimizers).
         gather_ahead_bytes: where sharded parameters travel, units that are used next are gathered before their use, and kept
@@ -79,6 +83,7 @@ class Engine:
         elementwise: bool | None = None,
         clip_norm: float | None = None,
         loss_scale: LossScale | float | bool | None = None,
+        nonfinite: str = "continue",
         schedule: Schedule | None = None,
         groups: Sequence[Group] = (),
         hold_unsharded: bool = False,
@@ -117,6 +122,9 @@ class Engine:
             options.master_weights = not _is_torchs(optimizer) if master_weights is None else master_weights
             options.clip_norm = clip_norm
             options.loss_scale = _loss_scale(loss_scale)
+            if nonfinite not in _NONFINITE:
+                raise Error(f"nonfinite is {nonfinite!r}; it is one of {', '.join(_NONFINITE)}")
+            options.nonfinite = _NONFINITE[nonfinite]
             if schedule is not None:
                 options.schedule = schedule
             options.groups = [_group(group, named) for group in groups]
@@ -289,6 +297,75 @@ class Engine:
     def gathered_bytes(self) -> int:
         """Of sharded parameters that are whole right now."""
         return self._engine.gathered_bytes
+
+    # ---- checkpoints
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, by the runs before this one too."""
+        return self._engine.steps
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        samples: int = 0,
+        keep: int = 0,
+        extras: _save.Extras | None = None,
+        background: bool = False,
+    ) -> str:
+        """Saves all that a run needs to go on bit for bit, as one new checkpoint in ``folder``; returns its path.
+
+        Every rank calls it, between steps. Complete or absent: a ``plumb.SaveError``, on every rank, leaves the engine and
+        earlier checkpoints as they were, and training may go on.
+
+        Args:
+            samples: how many samples of the data all ranks together have used; ``load`` gives it back.
+            keep: checkpoints that stay, this one among them; 0: all.
+            extras: things with ``state_dict()`` and ``load_state_dict()`` by name: schedulers, samplers. Rank 0's are saved.
+            background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
+        """
+        outer = None
+        if self._steps is not None:
+            assert isinstance(self.optimizer, torch.optim.Optimizer)
+            outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
+        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer)
+
+    def finish_save(self) -> str:
+        """Waits for a save in the background; its path. Every rank calls it."""
+        return self._engine.finish_save()
+
+    def load(
+        self, path: str | os.PathLike[str], *, strict: bool = True, extras: _save.Extras | None = None
+    ) -> LoadInfo:
+        """Goes on from a checkpoint, or from the newest complete one in a folder, whatever world and strategy wrote it.
+
+        Unless every saved byte is read and every place is filled, an Error on every rank, before anything is changed.
+        ``strict=False``: what fits is loaded, and ``LoadInfo.table()`` says what did not.
+        """
+        loading = self._engine.begin_load(os.fspath(path), strict, _save.words(extras), self._steps is not None)
+        if self._steps is not None:
+            assert isinstance(self.optimizer, torch.optim.Optimizer)
+            outer = loading.outer
+            if outer.text:
+                _save.check(self.optimizer, self._names, outer)
+            loading.apply()
+            if outer.text:
+                _save.restore(self.optimizer, self._steps, self._names, outer)
+        else:
+            loading.apply()
+        return loading.info
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadInfo:
+        """Only the weights and buffers, of a checkpoint or of safetensors files; other dtypes are converted.
+
+        The optimizer and the step stay as they are: for fine-tuning.
+        """
+        return self._engine.load_weights(os.fspath(path), strict)
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._parameters}
 
     # ---- its end
 

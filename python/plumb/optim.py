@@ -158,6 +158,21 @@ class Whole:
         self.left += self.stepping
         self._after()
 
+    # ---- checkpoints
+
+    def state_of(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int | None]:
+        """The optimizer's state of a parameter; None: of all of it."""
+        return dict(self.optimizer.state.get(parameter, {})), None
+
+    def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
+        """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
+        return rank == 0
+
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int) -> None:
+        self.optimizer.state.pop(parameter, None)
+        if state:
+            self.optimizer.state[parameter] = state
+
     def _settle(self) -> None:
         self.native.compare_settings(settings(self.optimizer, self.left))
         self.info = self.native.step()
@@ -193,6 +208,7 @@ class Pieces:
         self.begin_of: dict[int, int] = {}
         self.groups: list[list[torch.Tensor]] | None = None
         self.stepping, self.left = False, 0
+        self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._ended),
@@ -256,6 +272,9 @@ class Pieces:
         key = id(piece.parameter)
         leaf = torch.nn.Parameter(self._shaped(piece, piece.weight.detach()), requires_grad=False)
         self.leaf_of[key], self.begin_of[key] = leaf, piece.begin
+        if key in self.loaded:
+            self.optimizer.state[leaf] = self.loaded.pop(key)[0]
+            return leaf
         state = self.optimizer.state.pop(piece.parameter, None)  # of before this engine, or loaded
         if state is not None:
             self._put(leaf, state, piece.parameter, piece.begin)
@@ -340,6 +359,56 @@ class Pieces:
                     self._put(leaf, state, parameter, self.begin_of[id(parameter)])
                 elif state is not None:
                     self.optimizer.state[parameter] = state
+
+    # ---- checkpoints
+
+    def state_of(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int | None]:
+        """The optimizer's state of this rank's piece, and where it begins; of all of it (None) before the first step."""
+        leaf = self.leaf_of.get(id(parameter))
+        if leaf is None:
+            if id(parameter) in self.loaded:
+                return self.loaded[id(parameter)]
+            return dict(self.optimizer.state.get(parameter, {})), None
+        state = dict(self.optimizer.state.get(leaf, {}))
+        if self.whole:  # as pieces: all elements, in the order of their memory, or none
+            state = {key: self._flat(value, parameter) for key, value in state.items()}
+        return state, max(0, self.begin_of[id(parameter)])
+
+    @staticmethod
+    def _flat(value: Any, parameter: torch.Tensor) -> Any:
+        if not torch.is_tensor(value) or value.dim() == 0 or value.shape != parameter.shape:
+            return value
+        flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+        flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+        return flat
+
+    def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
+        """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
+        leaf = self.leaf_of.get(id(parameter))
+        if self.whole and leaf is not None and parameter.numel() > 0:
+            return leaf.numel() == parameter.numel()
+        return rank == 0
+
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int) -> None:
+        if self.whole:
+            per_element = [v for v in state.values() if torch.is_tensor(v) and v.dim() == 1 and v.numel() != 1]
+            if per_element and all(v.numel() == 0 for v in per_element) and parameter.numel() > 0:
+                state = {}  # another rank's
+            state = {
+                key: value.as_strided(parameter.shape, parameter.stride())
+                if torch.is_tensor(value) and value.dim() == 1 and value.numel() == parameter.numel()
+                else value
+                for key, value in state.items()
+            }
+        leaf = self.leaf_of.get(id(parameter))
+        self.optimizer.state.pop(parameter, None)
+        self.loaded.pop(id(parameter), None)
+        if leaf is not None:
+            self.optimizer.state.pop(leaf, None)
+            if state:
+                self.optimizer.state[leaf] = state
+        elif state:
+            self.loaded[id(parameter)] = (state, begin)
 
     def close(self) -> None:
         for handle in self.handles:

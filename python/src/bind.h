@@ -72,5 +72,8 @@ class Owned {
 };
 
 using WorldObject = Owned<World>;
+using EngineObject = Owned<Engine>;
+
+void bind_save(py::module_& module, py::class_<EngineObject>& engine);
 
 }  // namespace plumb::python

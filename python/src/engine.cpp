@@ -17,8 +17,6 @@ namespace {
 using namespace py::literals;
 using DoorPtr = std::shared_ptr<unit::Door>;
 
-using EngineObject = Owned<Engine>;
-
 using Units = std::vector<std::pair<DoorPtr, std::vector<at::Tensor>>>;
 
 std::unique_ptr<EngineObject> build(WorldObject& world, NamedTensors parameters, NamedTensors buffers,
@@ -176,6 +174,10 @@ void bind_options(py::module_& module) {
       .value("anywhere", Cut::anywhere)
       .value("at_parameters", Cut::at_parameters)
       .value("at_rows", Cut::at_rows);
+  py::enum_<NonFinite>(module, "NonFinite")
+      .value("proceed", NonFinite::proceed)
+      .value("skip", NonFinite::skip)
+      .value("error", NonFinite::error);
   py::class_<Options>(module, "Options")
       .def(py::init<>())
       .def_readwrite("strategy", &Options::strategy)
@@ -186,6 +188,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("master_weights", &Options::master_weights)
       .def_readwrite("clip_norm", &Options::clip_norm)
       .def_readwrite("loss_scale", &Options::loss_scale)
+      .def_readwrite("nonfinite", &Options::nonfinite)
       .def_readwrite("schedule", &Options::schedule)
       .def_readwrite("groups", &Options::groups)
       .def_readwrite("hold_unsharded", &Options::hold_unsharded)
@@ -235,8 +238,8 @@ void bind_engine(py::module_& module) {
     return std::pair(counts.handed_over, counts.handed_back);
   });
   using Self = EngineObject;
-  py::class_<Self>(module, "Engine")
-      .def(py::init(&build), "world"_a, "parameters"_a, "buffers"_a, "units"_a, "optimizer"_a, "options"_a)
+  py::class_<Self> engine(module, "Engine");
+  engine.def(py::init(&build), "world"_a, "parameters"_a, "buffers"_a, "units"_a, "optimizer"_a, "options"_a)
       .def(
           "backward",
           [](Self& self, const std::optional<at::Tensor>& loss, bool retain_graph, std::optional<double> weight) {
@@ -338,6 +341,7 @@ void bind_engine(py::module_& module) {
                              })
       .def_property_readonly("closed", [](Self& self) { return self.ended(); })
       .def("close", [](Self& self) { self.end(); });
+  bind_save(module, engine);
   module.def("no_sync", [](const py::object& engine) { return std::make_unique<NoSyncObject>(engine); }, "engine"_a);
   module.def("one_pass", [](const py::object& engine) { return std::make_unique<PassObject>(engine); }, "engine"_a);
   module.def(

@@ -7,11 +7,13 @@
 #include <string_view>
 
 #include "plumb/error.h"
+#include "plumb/save.h"
 
 namespace plumb::python {
 namespace {
 
 PyObject* error_type = nullptr;
+PyObject* save_error_type = nullptr;
 
 void set(PyObject* type, const char* what) { PyErr_SetString(type, what); }
 
@@ -24,6 +26,8 @@ void translate(std::exception_ptr thrown) {
     error.restore();
   } catch (python_error& error) {
     error.restore();
+  } catch (const SaveError& error) {
+    set(save_error_type, error.what());
   } catch (const Error& error) {
     set(error_type, error.what());
   } catch (const c10::IndexError& error) {
@@ -71,6 +75,12 @@ void bind_error(py::module_& module) {
                                          "parameter's name.",
                                          PyExc_RuntimeError, nullptr);
   module.attr("Error") = py::reinterpret_borrow<py::object>(error_type);
+  save_error_type =
+      PyErr_NewExceptionWithDoc("plumb.SaveError",
+                                "A checkpoint could not be written; the engine and earlier checkpoints are "
+                                "as they were.",
+                                error_type, nullptr);
+  module.attr("SaveError") = py::reinterpret_borrow<py::object>(save_error_type);
   py::register_local_exception_translator(&translate);
 }
 

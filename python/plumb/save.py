@@ -1,0 +1,194 @@
+"""What Python adds to a checkpoint: the state of a ``torch.optim`` object, and of anything with ``state_dict()``.
+
+No pickle: tensors are tensors, everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from . import _C, optim
+from ._C import Error, Outer, OuterTensor
+
+Place = OuterTensor.Place
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives its state and takes it back: schedulers, loaders, samplers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+Extras = Mapping[str, Stateful]
+_JSON = "json"
+
+
+def pack(value: Any, what: str) -> list[tuple[str, torch.Tensor]]:
+    """A nested value as named tensors, one of which is its structure in JSON."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+
+    def one(value: Any, where: str) -> Any:
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, torch.Tensor):
+            tensors.append((f"{len(tensors)}", value.detach()))
+            return {"tensor": tensors[-1][0]}
+        if isinstance(value, (list, tuple)):
+            items = [one(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, (set, frozenset)):
+            return {"set": [one(item, where) for item in sorted(value)]}
+        if isinstance(value, Mapping):
+            return {"dict": [[one(key, where), one(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+        if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
+            return {"numpy": str(value.dtype), "value": one(value.tolist(), where)}
+        raise Error(f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts")
+
+    text = json.dumps(one(value, what)).encode()
+    return [(_JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8)), *tensors]
+
+
+def unpack(packed: list[tuple[str, torch.Tensor]]) -> Any:
+    """The value that ``pack`` was given."""
+    tensors = dict(packed)
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list):
+            return [one(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return tensors[value["tensor"]]
+        if "tuple" in value:
+            return tuple(one(item) for item in value["tuple"])
+        if "set" in value:
+            return {one(item) for item in value["set"]}
+        if "float" in value:
+            return float(value["float"])
+        if "numpy" in value:
+            import numpy
+
+            return numpy.array(one(value["value"]), dtype=value["numpy"])[()]
+        return {one(key): one(item) for key, item in value["dict"]}
+
+    return one(json.loads(bytes(tensors[_JSON].tolist()).decode()))
+
+
+def words(extras: Extras | None) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """The extras as the binding takes them."""
+    result: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = []
+    for name, thing in (extras or {}).items():
+        if not isinstance(thing, Stateful):
+            raise Error(f"extra '{name}' is a {type(thing).__name__}, which has no state_dict() and load_state_dict()")
+
+        def give(thing: Stateful = thing, name: str = name) -> list[tuple[str, torch.Tensor]]:
+            return pack(thing.state_dict(), f"extra '{name}'")
+
+        def take(packed: list[tuple[str, torch.Tensor]], thing: Stateful = thing) -> None:
+            thing.load_state_dict(unpack(packed))
+
+        result.append((name, give, take))
+    return result
+
+
+# ---- the state of a torch.optim object
+
+
+def _text(value: Any, what: str) -> Any:
+    """A value without tensors of any size, as JSON."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise Error(f"{what} is a tensor of {value.numel()} elements; expected a number")
+        return {"scalar": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    if isinstance(value, tuple):
+        return {"tuple": [_text(item, what) for item in value]}
+    if isinstance(value, list):
+        return [_text(item, what) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise Error(f"{what} is a {type(value).__name__}; a checkpoint holds numbers, strings and tensors of it")
+
+
+def _value(text: Any) -> Any:
+    if isinstance(text, list):
+        return [_value(item) for item in text]
+    if not isinstance(text, dict):
+        return text
+    if "tuple" in text:
+        return tuple(_value(item) for item in text["tuple"])
+    if "float" in text:
+        return float(text["float"])
+    return torch.tensor(text["value"], dtype=getattr(torch, text["scalar"]))
+
+
+def collect(
+    optimizer: torch.optim.Optimizer, steps: optim.Whole | optim.Pieces, names: dict[int, str], rank: int
+) -> Outer:
+    """The optimizer's state, by the parameters' names; of pieces where this rank holds pieces."""
+    tensors: list[OuterTensor] = []
+    values: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"]]
+        settings = {key: _text(value, f"'{key}' of a group") for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": members, "settings": settings})
+        for parameter, name in zip(group["params"], members, strict=True):
+            state, begin = steps.state_of(parameter)
+            for key, value in state.items():
+                if not torch.is_tensor(value):
+                    values.setdefault(name, {})[key] = _text(value, f"'{key}' of '{name}'")
+                elif begin is not None and value.dim() == 1:
+                    tensors.append(OuterTensor(Place.piece, name, key, value, begin))
+                elif begin is None and value.shape == parameter.shape and not (value.dim() == 0 and key == "step"):
+                    tensors.append(OuterTensor(Place.whole, name, key, value))
+                elif steps.speaks_for(parameter, rank):
+                    tensors.append(OuterTensor(Place.other, name, key, value))
+    text = json.dumps({"class": type(optimizer).__name__, "groups": groups, "values": values})
+    return Outer(tensors, text)
+
+
+def check(optimizer: torch.optim.Optimizer, names: dict[int, str], outer: Outer) -> None:
+    """An Error if this optimizer is not the one whose state was saved."""
+    saved = json.loads(outer.text)
+    here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    there = [group["params"] for group in saved["groups"]]
+    if saved["class"] != type(optimizer).__name__:
+        raise Error(f"the checkpoint holds the state of {saved['class']}, and this optimizer is {type(optimizer).__name__}")
+    if here != there:
+        raise Error(f"the optimizer's groups hold {[len(g) for g in here]} parameters, and those of the checkpoint {[len(g) for g in there]}, or others")
+
+
+def restore(
+    optimizer: torch.optim.Optimizer, steps: optim.Whole | optim.Pieces, names: dict[int, str], outer: Outer
+) -> None:
+    """Gives the optimizer what was saved; ``check`` has said that it fits."""
+    saved = json.loads(outer.text)
+    states: dict[str, dict[str, Any]] = {}
+    for one in outer.tensors:
+        states.setdefault(one.parameter, {})[one.key] = one
+    for name, values in saved["values"].items():
+        states.setdefault(name, {}).update({key: _value(text) for key, text in values.items()})
+    for group, words_of_group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: _value(text) for key, text in words_of_group["settings"].items()})
+        on_device = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            state: dict[str, Any] = {}
+            begin = 0
+            for key, value in states.get(names[id(parameter)], {}).items():
+                if isinstance(value, OuterTensor):
+                    begin = max(begin, value.begin)
+                    stays = value.place == Place.other and not on_device
+                    value = value.value if stays else value.value.to(parameter.device)
+                state[key] = value
+            steps.set_state(parameter, state, begin)

@@ -1,0 +1,208 @@
+"""Checkpoints from Python: any torch.optim object, any world and strategy, extras, and the safetensors package."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import plumb
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(5, 7)
+        self.norm = torch.nn.BatchNorm1d(7)
+        self.two = torch.nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.norm(self.one(x))))
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+}
+
+def play(optimizer: str, strategy: str, folder: str, load: bool, until: int, save: str) -> tuple[str, float]:
+    """One rank's program: goes on, trains until that step, saves; a digest of what it ends with."""
+    torch.manual_seed(0)
+    model = Net()
+    built = OPTIMIZERS[optimizer](model.parameters())
+    engine = plumb.Engine(model, built, strategy=strategy, units=[torch.nn.Linear])
+    scheduler = torch.optim.lr_scheduler.StepLR(built, 2, 0.5)
+    if load:
+        info = engine.load(folder, extras={"scheduler": scheduler})
+        assert info.samples == 8 * info.step and engine.steps == info.step
+        engine.save(folder, samples=info.samples, extras={"scheduler": scheduler})  # as it came
+        engine.load(folder, extras={"scheduler": scheduler})
+    g = torch.Generator()
+    for step in range(engine.steps, until):
+        g.manual_seed(step)
+        x = torch.randn(8, 5, generator=g)  # every rank the same samples: sums over two or four ranks are exact
+        engine.backward(model(x).square().mean())
+        engine.step()
+        engine.zero_grad()
+        scheduler.step()
+    if save:
+        engine.save(folder, samples=8 * engine.steps, extras={"scheduler": scheduler}, background=save == "background")
+        engine.finish_save()
+    digest = hashlib.sha1()
+    for _, parameter in model.named_parameters():
+        digest.update(engine.full_parameter(parameter).numpy().tobytes())
+    engine.close()
+    return digest.hexdigest(), built.param_groups[0]["lr"]
+
+
+WAYS = [("zero3", 2, "ddp", 1), ("ddp", 1, "zero1", 2), ("zero1", 2, "zero3", 4), ("zero2", 4, "zero2", 2)]
+
+
+@pytest.mark.parametrize(("first", "ranks", "second", "others"), WAYS)
+@pytest.mark.parametrize("optimizer", ["adamw", "asgd"])
+def test_another_world_goes_on_with_the_same_bits(
+    optimizer: str, first: str, ranks: int, second: str, others: int, tmp_path: Path
+) -> None:
+    undisturbed = play(optimizer, "ddp", "", False, 6, "")
+    folder = str(tmp_path / "all")
+    how = "background" if optimizer == "adamw" else "now"
+    plumb.spawn(play, ranks, (optimizer, first, folder, False, 3, how))
+    found = plumb.spawn(play, others, (optimizer, second, folder, True, 6, ""))
+    assert set(found) == {undisturbed}
+
+
+def in_process(optimizer: str, strategy: str = "ddp") -> tuple[Net, torch.optim.Optimizer, plumb.Engine]:
+    torch.manual_seed(0)
+    model = Net()
+    built = OPTIMIZERS[optimizer](model.parameters())
+    return model, built, plumb.Engine(model, built, strategy=strategy)
+
+
+def train(model: Net, engine: plumb.Engine, steps: int) -> None:
+    g = torch.Generator()
+    for _ in range(steps):
+        g.manual_seed(engine.steps)
+        engine.backward(model(torch.randn(8, 5, generator=g)).square().mean())
+        engine.step()
+        engine.zero_grad()
+
+
+def bits(model: Net) -> bytes:
+    return b"".join(t.detach().float().numpy().tobytes() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_goes_on_with_the_same_bits_under_any_torch_optimizer(optimizer: str, tmp_path: Path) -> None:
+    model, _, engine = in_process(optimizer)
+    train(model, engine, 3)
+    path = engine.save(tmp_path / "all", samples=24)
+    assert path.endswith("step-3")
+    train(model, engine, 3)
+    expected = bits(model)
+    engine.close()
+    torch.manual_seed(5)
+    other = Net()
+    built = OPTIMIZERS[optimizer](other.parameters())
+    engine = plumb.Engine(other, built)
+    info = engine.load(tmp_path / "all")
+    assert (info.step, info.samples, engine.steps) == (3, 24, 3)
+    train(other, engine, 3)
+    assert bits(other) == expected
+    engine.close()
+
+
+def test_refuses_another_optimizer_and_changes_nothing(tmp_path: Path) -> None:
+    model, _, engine = in_process("adamw")
+    train(model, engine, 1)
+    engine.save(tmp_path)
+    engine.close()
+    model, _, engine = in_process("sgd")
+    before = bits(model)
+    with pytest.raises(plumb.Error, match="AdamW"):
+        engine.load(tmp_path)
+    assert bits(model) == before and engine.steps == 0
+    engine.close()
+
+
+def test_files_are_read_by_the_safetensors_package_and_the_other_way_round(tmp_path: Path) -> None:
+    model, _, engine = in_process("adamw")
+    train(model, engine, 1)
+    path = Path(engine.save(tmp_path / "all"))
+    weights = safetensors.load_file(path / "weights-00000-of-00001.safetensors")
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, value in model.named_parameters():
+        assert torch.equal(weights[name], value)
+    for file in path.glob("*.safetensors"):
+        safetensors.load_file(file)
+    theirs = {name: torch.randn_like(value) if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    safetensors.save_file({name: value.to(torch.float64) if "one" in name else value for name, value in theirs.items()}, tmp_path / "model.safetensors")
+    engine.load_weights(tmp_path / "model.safetensors")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[name].to(torch.float64).to(value.dtype)), name
+    engine.close()
+
+
+class Extra:
+    def __init__(self) -> None:
+        self.state: dict[object, object] = {}
+
+    def state_dict(self) -> dict[object, object]:
+        return self.state
+
+    def load_state_dict(self, state: dict[object, object]) -> None:
+        self.state = state
+
+
+def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
+    model, _, engine = in_process("sgd")
+    extra = Extra()
+    extra.state = {"a": [1, 2.5, None, True, (3, "x")], 7: float("inf"), "t": torch.arange(4), "s": {1, 2}, "n": {}}
+    engine.save(tmp_path, extras={"mine": extra})
+    again = Extra()
+    engine.load(tmp_path, extras={"mine": again})
+    t = again.state.pop("t")
+    assert torch.equal(t, extra.state.pop("t")) and again.state == extra.state  # type: ignore[arg-type]
+    with pytest.raises(plumb.Error, match="mine"):
+        engine.load(tmp_path)
+    extra.state = {"o": object()}
+    with pytest.raises(plumb.SaveError, match="object"):
+        engine.save(tmp_path, extras={"mine": extra})
+    engine.close()
+
+
+def test_restores_torchs_generator(tmp_path: Path) -> None:
+    _, _, engine = in_process("sgd")
+    torch.manual_seed(7)
+    torch.rand(3)
+    engine.save(tmp_path)
+    expected = torch.rand(4)
+    torch.manual_seed(8)
+    engine.load(tmp_path)
+    assert torch.equal(torch.rand(4), expected)
+    engine.close()
+
+
+def test_a_step_with_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
+    for nonfinite in ("error", "skip"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        engine = plumb.Engine(model, plumb.SGD(lr=0.1), nonfinite=nonfinite)
+        before = model.weight.detach().clone()
+        (model(torch.ones(1, 2)) * float("nan")).sum().backward()
+        if nonfinite == "error":
+            with pytest.raises(plumb.Error, match="step 0: the gradient of 'weight', 'bias' is not finite"):
+                engine.step()
+        else:
+            assert engine.step().skipped
+        assert torch.equal(model.weight, before)
+        engine.close()
+    with pytest.raises(plumb.Error, match="one of continue, skip, error"):
+        plumb.Engine(torch.nn.Linear(2, 2), nonfinite="maybe")
