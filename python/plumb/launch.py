@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -53,11 +54,8 @@ def spawn(
         in_use: bool = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         method = "spawn" if in_use else "fork"
     context: Any = multiprocessing.get_context(method)
-    # Served from here, at a port that the system chose: nobody else can have taken it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -66,15 +64,25 @@ def spawn(
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    processes, pipes = [], []
+    processes, pipes, starts = [], [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
+        waits, start = context.Pipe(duplex=False)
         mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank, args=(theirs, fn, args, mine, threads), name=f"plumb-rank-{rank}")
+        process = context.Process(target=_rank, args=(theirs, waits, fn, args, mine, threads), name=f"plumb-rank-{rank}")
         process.start()
         theirs.close()
+        waits.close()
         processes.append(process)
         pipes.append(ours)
+        starts.append(start)
+    # Served from here, at a port that the system chose: nobody else can have taken it. Not before the last fork: a process
+    # forked while the store's thread holds a lock (of the resolver, say) would wait for that lock for ever.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    for start in starts:
+        with contextlib.suppress(OSError):  # one that has ended already is heard of below
+            start.send_bytes(str(store.port).encode())
+        start.close()
     try:
         return _collect(processes, pipes, timeout)
     finally:
@@ -86,11 +94,14 @@ def spawn(
             pipe.close()
 
 
-def _rank(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], threads: int) -> None:
+def _rank(
+    pipe: Connection, start: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], threads: int
+) -> None:
     os.environ.update(env)
     torch.set_num_threads(threads)
     status = 0
     try:
+        os.environ["MASTER_PORT"] = start.recv_bytes().decode()
         message = pickle.dumps((True, fn(*args)))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the caller hears of it)
         status = 1

@@ -47,7 +47,7 @@ constexpr const char* kHelp =
     "  plumb train --config run.toml --steps 50    settings from a file; flags win\n"
     "  plumb train --ranks 2 --strategy zero3      shard parameters, gradients and optimizer state\n"
     "  plumb estimate --params 7B --ranks 8        what each strategy would hold and send\n"
-    "  plumb train --checkpoint runs/saved --save-every 100    goes on from there when it is started again\n"
+    "  plumb train --checkpoint runs/saved --save-every 100    goes on from there when started again\n"
     "  torchrun --no-python --nproc-per-node 2 plumb train\n"
     "\n"
     "  plumb train --help                          every flag\n"

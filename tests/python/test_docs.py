@@ -13,7 +13,9 @@ import plumb
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: Values and errors, modules with names of their own, and fully_shard, whose example starts torch.distributed in this process.
-NO_EXAMPLE = {"Error", "StepInfo", "nn", "fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"}
+NO_EXAMPLE = {
+    "Error", "LoadInfo", "SaveError", "StepInfo", "nn", "fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in plumb.__all__ if name not in NO_EXAMPLE])
