@@ -443,7 +443,7 @@ namespace {
 class WeightSource {
  public:
   explicit WeightSource(const std::string& path) {
-    if (const auto found = save::newest_in(path)) {
+    if (const auto found = save::is_folder(path) ? save::newest_in(path) : std::nullopt) {
       checkpoint_ = std::make_unique<save::Checkpoint>(*found);
       for (const SavedTensor& tensor : checkpoint_->manifest().tensors) {
         if (tensor.kind == Kind::weight || tensor.kind == Kind::buffer) saved_[tensor.name] = &tensor;

@@ -198,7 +198,7 @@ def test_a_step_with_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
         before = model.weight.detach().clone()
         (model(torch.ones(1, 2)) * float("nan")).sum().backward()
         if nonfinite == "error":
-            with pytest.raises(plumb.Error, match="step 0: the gradient of 'weight', 'bias' is not finite"):
+            with pytest.raises(plumb.Error, match="step 0: the gradient of 'bias', 'weight' is not finite"):
                 engine.step()
         else:
             assert engine.step().skipped
