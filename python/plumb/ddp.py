@@ -24,6 +24,15 @@ from .world import world
 _wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()
 
 
+def _inside_functional_call() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.nn.utils.stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class DistributedDataParallel(_Torchs):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``: the same arguments and methods, and every pattern right.
 
@@ -171,6 +180,8 @@ class DistributedDataParallel(_Torchs):
         known = {id(parameter) for parameter in self._module_parameters}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                if _inside_functional_call():  # other tensors in the parameters' places, for this forward only
+                    return
                 raise Error(f"parameter '{name}' came into the model after it was wrapped, and nobody would reduce its gradient; wrap again")
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
