@@ -60,7 +60,7 @@ def run(command: list[str], library: pathlib.Path, scratch: pathlib.Path, times:
         while True:
             now = time.monotonic()
             end = start + seconds if times is None else last + times.limit(case)
-            if now > end:
+            if now > end or interrupted.is_set():  # also one that began while everybody was told to end
                 verdict = "timed out"
                 break
             if not ready.select(min(end - now + 0.01, 0.5)):
