@@ -64,33 +64,34 @@ def spawn(
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    processes, pipes, starts = [], [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        waits, start = context.Pipe(duplex=False)
-        mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank, args=(theirs, waits, fn, args, mine, threads), name=f"plumb-rank-{rank}")
-        process.start()
-        theirs.close()
-        waits.close()
-        processes.append(process)
-        pipes.append(ours)
-        starts.append(start)
-    # Served from here, at a port that the system chose: nobody else can have taken it. Not before the last fork: a process
-    # forked while the store's thread holds a lock (of the resolver, say) would wait for that lock for ever.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    for start in starts:
-        with contextlib.suppress(OSError):  # one that has ended already is heard of below
-            start.send_bytes(str(store.port).encode())
-        start.close()
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    starts: list[Connection] = []
     try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            waits, start = context.Pipe(duplex=False)
+            mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_rank, args=(theirs, waits, fn, args, mine, threads), name=f"plumb-rank-{rank}")
+            process.start()
+            theirs.close()
+            waits.close()
+            processes.append(process)
+            pipes.append(ours)
+            starts.append(start)
+        # Served from here, at a port that the system chose: nobody else can have taken it. Not before the last fork: a
+        # process forked while the store's thread holds a lock (of the resolver, say) would wait for that lock for ever.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        for start in starts:
+            with contextlib.suppress(OSError):  # one that has ended already is heard of below
+                start.send_bytes(str(store.port).encode())
         return _collect(processes, pipes, timeout)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join()
-        for pipe in pipes:
+        for pipe in (*pipes, *starts):
             pipe.close()
 
 
@@ -101,7 +102,8 @@ def _rank(
     torch.set_num_threads(threads)
     status = 0
     try:
-        os.environ["MASTER_PORT"] = start.recv_bytes().decode()
+        port = start.recv_bytes().decode()
+        os.environ["MASTER_PORT"] = env.get("MASTER_PORT", port)
         message = pickle.dumps((True, fn(*args)))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the caller hears of it)
         status = 1

@@ -39,6 +39,13 @@ class FusedAdam(torch.optim.AdamW):
 DeepSpeedCPUAdam = FusedAdam
 
 
+def _loss_of(closure: Any) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 @optim.elementwise
 class Lion(torch.optim.Optimizer):
     """Steps by the sign of a mixture of gradient and momentum."""
@@ -50,10 +57,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             one, two = group["betas"]
             for p in group["params"]:
@@ -96,10 +100,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
