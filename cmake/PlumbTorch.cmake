@@ -89,6 +89,20 @@ if(NOT TARGET plumb::torch)
     list(APPEND plumb_keep_all plumb::${library})
   endforeach()
   list(APPEND plumb_keep_all -Wl,--pop-state)
+  # libtorch uses the shared libstdc++. A compiler that finds no shared one takes the static one without a word, and then a
+  # process has two, which end in crashes where one's objects meet the other's: name the shared one ourselves.
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=libstdc++.so
+      OUTPUT_VARIABLE plumb_libstdcxx OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(NOT EXISTS "${plumb_libstdcxx}")
+      find_library(plumb_shared_libstdcxx NAMES libstdc++.so.6 NO_CACHE)
+      if(plumb_shared_libstdcxx)
+        list(APPEND plumb_keep_all "${plumb_shared_libstdcxx}")
+      else()
+        message(WARNING "plumb: '${CMAKE_CXX_COMPILER}' has no shared libstdc++, which libtorch uses; set CXX to another one")
+      endif()
+    endif()
+  endif()
   target_link_libraries(plumb::torch INTERFACE ${plumb_keep_all})
   target_include_directories(plumb::torch SYSTEM INTERFACE
     "${PLUMB_TORCH_DIR}/include" "${PLUMB_TORCH_DIR}/include/torch/csrc/api/include")

@@ -21,6 +21,7 @@ from .ddp_reducer import JoinHook, Logger, Reducer
 from .engine import Engine
 from .world import world
 
+_TORCHS = frozenset(inspect.signature(_Torchs).parameters)  # the arguments that this torch knows
 _wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()
 
 
@@ -83,8 +84,9 @@ class DistributedDataParallel(_Torchs):
         # Which rank's values: everybody's own, if the user says that they agree.
         self.__dict__["_takes_first_ranks_values"] = init_sync
         self.__dict__["_takes_first_ranks_buffers"] = init_sync and (forward_sync_buffers is not None or broadcast_buffers is not False)
-        super().__init__(
-            module,
+        if "forward_sync_buffers" not in _TORCHS:
+            broadcast_buffers = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers is not False
+        arguments = dict(
             device_ids=device_ids,
             output_device=output_device,
             dim=dim,
@@ -102,6 +104,8 @@ class DistributedDataParallel(_Torchs):
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
         )
+        # An older torch has fewer; what the others say is the engine's business, or nobody's.
+        super().__init__(module, **{name: value for name, value in arguments.items() if name in _TORCHS})
         # torch's reducers in Python, and delayed reductions: here gradients are where they belong when backward() returns.
         self._use_python_reducer = False
         if mixed_precision is not None:

@@ -173,7 +173,7 @@ class Logger:
             "world_size": group.size(),
             "rank": group.rank(),
             "output_device": -1 if ddp.output_device is None else ddp.output_device,
-            "broadcast_buffers": int(ddp.forward_sync_buffers),
+            "broadcast_buffers": int(ddp.broadcast_buffers),
             "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())),
             "bucket_cap_bytes": int(ddp.bucket_bytes_cap),
             "find_unused_parameters": int(ddp.find_unused_parameters),

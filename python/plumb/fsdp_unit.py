@@ -41,6 +41,7 @@ class Unit:
         self.entered = 0
         self.engine: Engine | None = None  # of an outermost unit
         self._fsdp_param_groups: list[Any] = []
+        self._fsdp_param_group = None  # its name before torch 2.12
 
     @property
     def root(self) -> "Unit":

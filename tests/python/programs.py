@@ -245,7 +245,7 @@ def double_backward(play: Play) -> Iterator[Any]:
 
 def an_error_inside_a_forward(play: Play) -> Iterator[Any]:
     try:
-        play.model.blocks[1](torch.ones(3, WIDTH + 1, dtype=torch.float64))
+        play.model.blocks[1](torch.ones(3, WIDTH + 1).to(next(play.model.parameters())))
         raise AssertionError("a wrong shape was taken")
     except RuntimeError:
         pass

@@ -60,7 +60,7 @@ class Play:
 
     def data(self, i: int = 0) -> torch.Tensor:
         some = next(self.model.parameters())
-        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * self.rank + i)).to(some.dtype)
+        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * self.rank + i)).to(some)
 
     def loss(self, i: int = 0, **how: Any) -> torch.Tensor:
         return F.mse_loss(self.model(self.data(i), **how).double(), self.data(i + 50).double())
