@@ -151,11 +151,12 @@ class DistributedDataParallel(_Torchs):
             assert other._engine is not None
             other._engine.close()
         kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         engine = Engine(
             named,
             world=world(self.process_group, device=self.device_type),
             bucket_bytes=max(1, int(self.bucket_bytes_cap)),
-            first_bucket_bytes=max(1, int((*self.bucket_bytes_cap_list, self._bucket_config.first_bucket_bytes_cap)[0])),
+            first_bucket_bytes=max(1, int((*self.bucket_bytes_cap_list, first)[0])),
         )
         if kept is not None:
             with torch.no_grad():

@@ -53,7 +53,7 @@ def outcome() -> tuple[dict[str, str], ...]:
 
 
 def test_torchs_own_tests_pass() -> None:
-    assert len(outcome()[0]) >= 55
+    assert len(outcome()[0]) >= 52  # of torch 2.11; later ones have more
     wrong = {f"rank {rank}: {name}": said for rank, by_name in enumerate(outcome()) for name, said in by_name.items() if said != "passed"}
     assert not wrong, "\n".join(f"{name}\n{said[-1500:]}" for name, said in wrong.items())
 
