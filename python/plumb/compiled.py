@@ -215,14 +215,20 @@ def _install() -> None:
     _installed = True
     import torch._inductor.config as config
     from torch._dynamo.backends.registry import list_backends, register_backend
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    before: Any = config.post_grad_custom_post_pass  # one, or several where torch knows of several
+    others: tuple[Any, ...] = () if before is None else tuple(before) if isinstance(before, (list, tuple)) else (before,)
 
     class Deliveries(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
+            for other in others:
+                other(graph)
             insert_deliveries(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__,)), deliver_inside
+            theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in others]
+            return None if None in theirs else (get_hash_for_files((__file__,)), deliver_inside, *theirs)
 
     for hook in (units._Enter, units._Leave):
         hook.__call__ = torch._dynamo.disable(  # type: ignore[method-assign,no-untyped-call]
@@ -230,8 +236,7 @@ def _install() -> None:
             reason="plumb gathers and releases a unit's sharded parameters around its forward, outside of compiled graphs:"
             " compile without fullgraph=True, or each unit by itself (module.compile())",
         )
-    others = get_custom_graph_passes(config.post_grad_custom_post_pass)
-    config.post_grad_custom_post_pass = [*others, Deliveries()] if others else Deliveries()
+    config.post_grad_custom_post_pass = Deliveries()
     known = list_backends(exclude_tags=())
     for name, function in (("plumb", backend), ("plumb_aot_eager", aot_eager_backend)):
         if name not in known:

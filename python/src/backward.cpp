@@ -249,10 +249,10 @@ class PythonHost final : public backward::Host {
 
 // The function's object: a field up to torch 2.12, asked for from 2.13.
 PyObject* object_of(const auto& node) {
-  if constexpr (requires { node.pyobj(); }) {
-    return node.pyobj();
-  } else {
+  if constexpr (requires { node.obj; }) {
     return node.obj;
+  } else {
+    return node.pyobj();
   }
 }
 

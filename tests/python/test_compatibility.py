@@ -7,6 +7,7 @@ import pathlib
 import traceback
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import plumb
@@ -45,7 +46,9 @@ def test_none_is_missing(ours: str) -> None:
         pytest.importorskip(table.needs)
     listed = [entry.name for entry in table.entries]
     assert len(set(listed)) == len(listed)
-    assert set(listed) == set(table.names())
+    assert set(table.names()) <= set(listed)
+    if torch.__version__.startswith("2.13"):  # what the tables describe; older ones have less
+        assert set(listed) == set(table.names())
 
 
 @pytest.mark.parametrize("ours,name", CASES, ids=[f"{ours}: {name}" for ours, name in CASES])
