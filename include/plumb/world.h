@@ -16,8 +16,8 @@ class Store;
 namespace plumb {
 
 struct WorldOptions {
-  // "shm", "gloo", "nccl"; empty takes nccl when a CUDA device is asked for, shm when all ranks are processes of one
-  // machine that can share memory, gloo otherwise.
+  // "shm", "tcp", "gloo", "nccl"; empty takes nccl when a CUDA device is asked for, shm when all ranks are processes of
+  // one machine that can share memory, tcp otherwise.
   std::string backend{};
   // "cpu" or "cuda": where the gradients live. The rank's device index is its local rank.
   std::string device = "cpu";

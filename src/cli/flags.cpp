@@ -15,7 +15,7 @@ std::vector<Flag> flags(Settings& s) {
       {"ranks", "World", "N", "start N ranks on this machine", &s.ranks},
       {"strategy", "World", "NAME", "where things live: ddp, zero1, zero2, zero3, hsdp", &s.strategy},
       {"mesh", "World", "AXES", "replicate=R,shard=S: shards inside groups of S ranks", &s.mesh},
-      {"backend", "World", "NAME", "shm, gloo, nccl, or local (ranks are threads)", &s.backend},
+      {"backend", "World", "NAME", "shm, tcp, gloo, nccl, or local (ranks are threads)", &s.backend},
       {"device", "World", "NAME", "cpu or cuda", &s.device},
       {"timeout", "World", "SECONDS", "how long a rank may keep the others waiting", &s.timeout},
       {"bucket-mb", "World", "MB", "cap of a gradient bucket", &s.bucket_mb},

@@ -42,7 +42,7 @@ int info(const std::vector<std::string>& words) {
   all["devices"] = {"cpu"};
   const auto gpus = torch::cuda::is_available() ? static_cast<int64_t>(torch::cuda::device_count()) : 0;
   for (int64_t i = 0; i < gpus; ++i) all["devices"].push_back("cuda:" + std::to_string(i));
-  all["backends"] = {"shm", "gloo", "local"};
+  all["backends"] = {"shm", "tcp", "gloo", "local"};
   if (has_nccl()) all["backends"].push_back("nccl");
   for (const auto& row : strategies()) all["strategies"].push_back(row.name);
   if (json) {

@@ -82,7 +82,7 @@ void above_zero(const std::string& flag, double value) {
 
 void check(const Settings& s) {
   check_sizes(s);
-  if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "gloo", "nccl", "local"});
+  if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "tcp", "gloo", "nccl", "local"});
   one_of("device", s.device, {"cpu", "cuda"});
   one_of("model", s.model, {"gpt", "moe"});
   if (s.backend == "nccl" && s.device != "cuda") throw UsageError("--backend nccl needs --device cuda");

@@ -74,7 +74,7 @@ at::Tensor as_cargo(const Group::Impl& group, const at::Tensor& tensor) {
   return group.any_dtype ? flat : flat.view(at::kByte);
 }
 
-// What a collective of the backend's own costs a rank, done as rings and trees do it.
+// What a collective of the backend's own costs a rank, done as rings and trees do it, or by messages from each to each.
 struct Cost {
   int64_t rounds = 0;
   int64_t messages = 0;
@@ -82,7 +82,7 @@ struct Cost {
 
   static Cost ring(const Group::Impl& group, int64_t turns, const at::Tensor& whole) {
     const int64_t steps = turns * (group.size - 1);
-    return {steps, steps, steps * static_cast<int64_t>(whole.nbytes()) / group.size};
+    return {group.direct ? turns : steps, steps, steps * static_cast<int64_t>(whole.nbytes()) / group.size};
   }
   static Cost to_each(const Group::Impl& group, const at::Tensor& whole) {
     return {1, group.size - 1, (group.size - 1) * static_cast<int64_t>(whole.nbytes()) / group.size};
@@ -196,8 +196,9 @@ Group::Impl::~Impl() {
     busy = busy || (work && !work->isCompleted());
   }
   const std::string name = backend ? backend->getBackendName() : "local";
-  const bool ours = name == "local" || name == "shm" || name == "sim";
+  const bool ours = name == "local" || name == "shm" || name == "sim" || name == "tcp";
   if (busy && !ours) (void)backend.release();
+  if (busy && ours && backend) backend->shutdown();
 }
 
 std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Watch> watch,
@@ -207,7 +208,8 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
   group->rank = backend->getRank();
   group->size = backend->getSize();
   group->native_reduce_scatter = name != "gloo";
-  group->any_dtype = name == "local" || name == "shm";
+  group->any_dtype = name == "local" || name == "shm" || name == "tcp";
+  group->direct = name == "tcp";
   group->host_memory = name == "shm";
   group->has_links = Links::offered_by(*backend);
   group->backend = std::move(backend);
@@ -224,7 +226,7 @@ Pending Group::all_reduce(at::Tensor tensor) {
                [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
 }
 
-bool Group::messages_are_dear() const { return size() > 1 && !impl_->native_reduce_scatter; }
+bool Group::messages_are_dear() const { return size() > 1 && (impl_->direct || !impl_->native_reduce_scatter); }
 
 Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   check_parts(*impl_, "reduce_scatter", full, shard);

@@ -1,6 +1,8 @@
 // How a rank joins: finds out who it is, meets the others at the store, and makes the groups.
 #include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +21,7 @@
 #include "world/nccl.h"
 #include "world/rendezvous.h"
 #include "world/shm_ring.h"
+#include "world/tcp.h"
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -28,6 +31,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds slice{1'000};
 constexpr milliseconds rendezvous_limit{60'000};
+constexpr milliseconds keen{2};  // how long a wait keeps its core where every rank has one
 
 // The address of this machine that packets to `host` leave from; empty when it cannot be told.
 std::string local_address_towards(const std::string& host, int port) {
@@ -53,11 +57,33 @@ std::string local_address_towards(const std::string& host, int port) {
   return address;
 }
 
+// The address of the interface that the user chose.
+std::string address_of_interface(const std::string& names, int rank) {
+  const std::string name = names.substr(0, names.find(','));
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) all = nullptr;
+  std::string address;
+  for (const ifaddrs* one = all; one && address.empty(); one = one->ifa_next) {
+    const int family = one->ifa_addr ? one->ifa_addr->sa_family : AF_UNSPEC;
+    if (name != one->ifa_name || (family != AF_INET && family != AF_INET6)) continue;
+    char text[NI_MAXHOST];
+    const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    if (getnameinfo(one->ifa_addr, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0) address = text;
+  }
+  if (all) freeifaddrs(all);
+  if (!address.empty()) return address;
+  throw Error(rank,
+              "GLOO_SOCKET_IFNAME=" + names + ": there is no usable interface '" + name + "'; `ip address` lists them");
+}
+
 bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
 
 // The address that the others reach this rank at. A machine that knows its own name as a loopback address (Debian's
 // /etc/hosts) learns a better one from the first rank that is elsewhere.
 std::string choose_address(c10d::Store& store, const Place& place) {
+  if (const char* names = std::getenv("GLOO_SOCKET_IFNAME"); names && *names) {
+    return address_of_interface(names, place.rank);
+  }
   std::string mine = local_address_towards(place.host, place.port);
   if (mine.empty()) mine = "127.0.0.1";
   store.set("address/" + std::to_string(place.rank), mine);
@@ -83,7 +109,7 @@ void ignore_broken_pipes() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// What this rank asks for; empty leaves the choice to the place: shm on one machine, gloo otherwise.
+// What this rank asks for; empty leaves the choice to the place: shm on one machine, tcp otherwise.
 std::string asked_backend(const WorldOptions& options, int rank) {
   if (options.device != "cpu" && options.device != "cuda") {
     throw Error(rank, "device '" + options.device + "' is unknown; there are 'cpu' and 'cuda'");
@@ -96,13 +122,13 @@ std::string asked_backend(const WorldOptions& options, int rank) {
   if (name == "local") {
     throw Error(rank,
                 "backend 'local' is for ranks that are threads of one process (plumb::run_local); processes "
-                "join by 'shm', 'gloo' or 'nccl'");
+                "join by 'shm', 'tcp', 'gloo' or 'nccl'");
   }
-  if (name != "shm" && name != "gloo" && name != "nccl") {
-    throw Error(rank, "backend '" + name + "' is unknown; there are 'shm', 'gloo' and 'nccl'");
+  if (name != "shm" && name != "tcp" && name != "gloo" && name != "nccl") {
+    throw Error(rank, "backend '" + name + "' is unknown; there are 'shm', 'tcp', 'gloo' and 'nccl'");
   }
-  if (name == "shm" && options.device != "cpu") {
-    throw Error(rank, "backend 'shm' carries gradients on 'cpu', and the device is '" + options.device +
+  if ((name == "shm" || name == "tcp") && options.device != "cpu") {
+    throw Error(rank, "backend '" + name + "' carries gradients on 'cpu', and the device is '" + options.device +
                           "'; choose nccl, or that device");
   }
   if (name == "nccl" && options.device == "cpu") {
@@ -172,13 +198,17 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
     const std::shared_ptr<ShmHeap> heap = ShmHeap::meet(*impl->store, place.rank, place.size, why_not);
     if (!heap && agreed == "shm") {
       throw Error(place.rank, "backend 'shm' is for processes that share a machine's memory, and " + why_not +
-                                  "; choose 'gloo', or none to have it chosen");
+                                  "; choose 'tcp', or none to have it chosen");
     }
-    impl->backend = agreed.empty() ? (heap ? "shm" : "gloo") : agreed;
-    const bool gloo = impl->backend == "gloo" || !heap;  // somewhere
+    impl->backend = agreed.empty() ? (heap ? "shm" : "tcp") : agreed;
+    const bool sockets = impl->backend == "gloo" || impl->backend == "tcp" || !heap;  // somewhere
     const bool crowded = heap && place.size > static_cast<int>(std::thread::hardware_concurrency());
-    if (gloo && !crowded) impl->watch->keep_core(milliseconds(2));
-    const std::string address = gloo ? choose_address(*impl->store, place) : "";
+    if (impl->backend == "gloo" && !crowded) impl->watch->keep_core(keen);
+    const std::string address = sockets ? choose_address(*impl->store, place) : "";
+    const auto tcp = [=](const c10::intrusive_ptr<c10d::Store>& keys, const char* what, int rank, int size) {
+      return make_tcp_backend(c10::make_intrusive<c10d::PrefixStore>(what, keys), rank, size, address,
+                              crowded ? std::chrono::microseconds(50) : keen);
+    };
     std::vector<int> everybody(place.size);
     std::iota(everybody.begin(), everybody.end(), 0);
     impl->another = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch,
@@ -186,13 +216,10 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
       c10::intrusive_ptr<c10d::Backend> data;
       c10::intrusive_ptr<c10d::Backend> control;
-      if (heap) control = make_shm_backend(heap, *keys, 2 * number, timeout);
-      if (gloo) {
-        const int count = (heap ? 0 : 1) + (backend == "gloo" ? 1 : 0);
-        const auto groups = make_gloo(keys, place.rank, place.size, timeout, address, count);
-        if (!heap) control = groups.front();
-        data = groups.back();
-      }
+      control =
+          heap ? make_shm_backend(heap, *keys, 2 * number, timeout) : tcp(keys, "control", place.rank, place.size);
+      if (backend == "gloo") data = make_gloo(keys, place.rank, place.size, timeout, address, 1)[0];
+      if (backend == "tcp") data = tcp(keys, "data", place.rank, place.size);
       if (backend == "shm") data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
       if (backend == "nccl") {
         data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
@@ -211,8 +238,11 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
       if (backend == "nccl" && index == data_index) {
         return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index, name, members);
       }
-      if (!heap || (backend == "gloo" && index == data_index)) {
-        auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index, name, members);
+      if (!heap || ((backend == "gloo" || backend == "tcp") && index == data_index)) {
+        const bool gloo = backend == "gloo" && index == data_index;
+        auto group =
+            make_group(gloo ? make_gloo(keys, rank, size, timeout, address, 1)[0] : tcp(keys, "tcp", rank, size), watch,
+                       index, name, members);
         group->meet = meeting(keys, rank, size);
         return group;
       }
@@ -224,6 +254,8 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;
     impl->control = own.control;
+    // Connections are made when they are needed; that they can be made is known from here on.
+    if (!heap) own.control->backend->barrier()->wait(limit);
   } catch (const Error& e) {
     if (impl->watch) impl->watch->fail(e.what(), place.rank, {});
     throw;

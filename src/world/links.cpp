@@ -5,10 +5,10 @@
 
 #include <bit>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "plumb/error.h"
+#include "world/tcp.h"
 
 namespace plumb {
 
@@ -20,55 +20,59 @@ class Links::Run final : public c10d::Work {
  public:
   Run(Links& links, Script script, int tag) : script_(std::move(script)), links_(links), tag_(tag) {}
 
-  // By whoever waits, where waits come in slices; otherwise the thread drives it, and this waits for the thread.
+  // By whoever waits, where messages can be asked; otherwise the thread drives it, and this waits for the thread.
   bool wait(milliseconds timeout) override {
-    if (links_.in_slices_) {
-      drive(timeout == kNoTimeout ? std::nullopt : std::optional(Clock::now() + timeout));
+    const auto end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    if (links_.asks_) {
+      while (!advance()) {
+        if (Clock::now() >= end) throw std::runtime_error("the wait gave up");
+        await_one(end);
+      }
     } else {
       std::unique_lock lock(mutex_);
       const auto ended = [&] { return completed_; };
       if (timeout == kNoTimeout) cv_.wait(lock, ended);
-      if (!cv_.wait_for(lock, timeout, ended)) throw std::runtime_error("the wait gave up");
+      if (!cv_.wait_until(lock, end, ended)) throw std::runtime_error("the wait gave up");
     }
     std::lock_guard lock(mutex_);
     if (exception_) std::rethrow_exception(exception_);
     return true;
   }
 
-  bool isCompleted() override {
-    if (links_.in_slices_) {
-      try {
-        drive(Clock::now());
-      } catch (const std::exception&) {  // not yet, or what exception() holds
-      }
-    }
-    std::lock_guard lock(mutex_);
-    return completed_;
-  }
+  bool isCompleted() override { return links_.asks_ ? advance() : ended(); }
 
   std::exception_ptr exception() const override {
     std::lock_guard lock(mutex_);
     return exception_;
   }
 
-  // Returns when the last round has come, or has failed. Throws when `end` is there before.
-  void drive(std::optional<Clock::time_point> end) {
+  // As far as it can go without waiting. True when the last round has come, or one has failed.
+  bool advance() {
     std::lock_guard driving(driving_);
     while (!ended()) {
       try {
-        for (; arrived_ < under_way_.size(); ++arrived_) await(*under_way_[arrived_], end);
-        std::this_thread::sleep_until(end ? std::min(*end, arrival_) : arrival_);
-        if (Clock::now() < arrival_) throw std::runtime_error("the wait gave up");
-      } catch (...) {
-        if (end) {
-          const bool here = arrived_ == under_way_.size();
-          if (here || !under_way_[arrived_]->isCompleted()) throw;  // a slice has ended
-          if (!under_way_[arrived_]->exception()) continue;         // and with its end the message came
+        for (; arrived_ < under_way_.size(); ++arrived_) {
+          if (!under_way_[arrived_]->isCompleted()) return false;
+          if (const auto thrown = under_way_[arrived_]->exception()) std::rethrow_exception(thrown);
         }
+        if (Clock::now() < arrival_) return false;
+        next();
+      } catch (...) {
         finish(std::current_exception());
-        return;
       }
+    }
+    return true;
+  }
+
+  // The thread's: to the end.
+  void drive() {
+    std::lock_guard driving(driving_);
+    while (!ended()) {
       try {
+        for (; arrived_ < under_way_.size(); ++arrived_) {
+          if (!under_way_[arrived_]->wait() || aborted_) throw std::runtime_error("the group has ended");
+        }
+        std::this_thread::sleep_until(arrival_);
         next();
       } catch (...) {
         finish(std::current_exception());
@@ -111,17 +115,19 @@ class Links::Run final : public c10d::Work {
  private:
   friend class Links;
 
-  void await(c10d::Work& work, const std::optional<Clock::time_point>& end) {
-    milliseconds left = kNoTimeout;
-    if (end) {
-      if (work.isCompleted()) return rethrow(work);
-      left = std::max(milliseconds(1), std::chrono::ceil<milliseconds>(*end - Clock::now()));
-      if (*end <= Clock::now()) throw std::runtime_error("the wait gave up");
+  // For what the next round waits for, or for the end of this slice.
+  void await_one(Clock::time_point end) {
+    c10::intrusive_ptr<c10d::Work> work;
+    {
+      std::lock_guard driving(driving_);
+      if (arrived_ < under_way_.size()) work = under_way_[arrived_];
     }
-    if (!work.wait(left) || aborted_) throw std::runtime_error("the group has ended");
-  }
-  static void rethrow(c10d::Work& work) {
-    if (const auto thrown = work.exception()) std::rethrow_exception(thrown);
+    if (!work) return std::this_thread::sleep_until(std::min(end, arrival_));
+    try {
+      const auto left = std::min<Clock::duration>(end - Clock::now(), std::chrono::seconds(1));
+      work->wait(std::max(milliseconds(1), std::chrono::ceil<milliseconds>(left)));
+    } catch (const std::exception&) {  // not yet, or what exception() holds
+    }
   }
 
   Script script_;
@@ -137,7 +143,7 @@ class Links::Run final : public c10d::Work {
 
 Links::Links(c10::intrusive_ptr<c10d::Backend> backend, std::mutex& issuing, std::shared_ptr<Wire> wire, Cargo cargo)
     : backend_(std::move(backend)), issuing_(issuing), wire_(std::move(wire)), cargo_(cargo),
-      in_slices_(backend_->getBackendName() == "local") {}
+      asks_(backend_->getBackendName() != "gloo") {}
 
 Links::~Links() {
   if (!thread_.joinable()) return;
@@ -153,7 +159,7 @@ Links::~Links() {
 
 bool Links::offered_by(const c10d::Backend& backend) {
   const std::string name = backend.getBackendName();
-  return name == "gloo" || name == "local";
+  return name == "gloo" || name == "local" || name == "tcp";
 }
 
 // The tag has room for 31 bits: one that no tag of the user's is likely to have, what kind of cargo, the number of the call,
@@ -161,10 +167,10 @@ bool Links::offered_by(const c10d::Backend& backend) {
 c10::intrusive_ptr<c10d::Work> Links::start(Script script, uint64_t what) {
   const uint64_t folded = (what ^ (what >> 22) ^ (what >> 44)) & 0x3fffff;
   const uint64_t number = number_++ & 0x7f;
-  const auto tag = (uint64_t{1} << 30) | (uint64_t{cargo_ == Cargo::gather} << 29) | (number << 22) | folded;
+  const auto tag = (uint64_t{1} << 30) | (cargo_ == Cargo::gather ? uint64_t{kGatherTag} : 0) | (number << 22) | folded;
   auto run = c10::make_intrusive<Run>(*this, std::move(script), static_cast<int>(tag));
   run->next();
-  if (in_slices_ || run->ended()) return run;
+  if (asks_ || run->ended()) return run;
   {
     std::lock_guard lock(mutex_);
     queue_.push_back(run);
@@ -205,7 +211,7 @@ void Links::work_off() {
     queue_.pop_front();
     const auto run = running_;
     lock.unlock();
-    run->drive(std::nullopt);
+    run->drive();
     lock.lock();
     running_.reset();
   }

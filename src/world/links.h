@@ -53,10 +53,10 @@ class Links {
   std::mutex& issuing_;
   std::shared_ptr<Wire> wire_;
   const Cargo cargo_;
-  const bool in_slices_;             // a wait for one message may give up and go on later
+  const bool asks_;                  // messages can be asked whether they have come
   std::atomic<uint64_t> number_{0};  // of calls so far
 
-  // A thread waits where a wait cannot give up.
+  // A thread waits where they cannot.
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -28,6 +28,8 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   bool native_reduce_scatter = true;
   // The backend moves every dtype; otherwise gathered and broadcast memory travels as bytes.
   bool any_dtype = true;
+  // Its ranks send to each other directly; otherwise round a ring.
+  bool direct = false;
   // The memory that the backend offers is the host's; otherwise a device's.
   bool host_memory = false;
   // Memory that the ranks of this group share beside the backend's, if there is any; `meet` finds it, once. Collective.

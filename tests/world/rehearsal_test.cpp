@@ -30,7 +30,7 @@ TEST(Rehearsal, ProcessesComputeWhatOneDoes) {
   SCOPED_TRACE("PLUMB_TEST_SEED " + seed);
   const Variables seeded{{"PLUMB_TEST_SEED", seed}};
   for (Variables carrier : {Variables{{"PLUMB_TEST_BACKEND", "shm"}}, Variables{{"PLUMB_TEST_BACKEND", "gloo"}},
-                            Variables{{"PLUMB_TEST_BACKEND", "gloo"}, {"PLUMB_SHM", "0"}}}) {
+                            Variables{{"PLUMB_TEST_BACKEND", "tcp"}, {"PLUMB_SHM", "0"}}}) {
     carrier.insert(seeded.begin(), seeded.end());
     auto ranks = start_ranks("rehearse", 3, carrier);
     for (auto& rank : ranks) EXPECT_EQ(rank.join(std::chrono::seconds(180)), 0) << rank.output();

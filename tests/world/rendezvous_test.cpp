@@ -42,7 +42,7 @@ std::vector<Process> start(const std::string& role, const std::vector<Told>& all
 // How processes may be connected: where they share memory, and where each might have a machine of its own.
 const Variables shm{{"PLUMB_TEST_BACKEND", "shm"}};
 const Variables gloo{{"PLUMB_TEST_BACKEND", "gloo"}};
-const Variables tcp{{"PLUMB_TEST_BACKEND", "gloo"}, {"PLUMB_SHM", "0"}};
+const Variables tcp{{"PLUMB_TEST_BACKEND", "tcp"}, {"PLUMB_SHM", "0"}};
 const Variables any{};
 
 // Every process ends with an error that holds all of `words`, within the time-out.
