@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs step.cpp's program and torch_peers.py side by side; prints a table per model and writes all samples as JSON.
 
-    make bench                          1 and 2 ranks on this CPU, one thread each; 2 over shared memory and over gloo
+    make bench                          1 and 2 ranks on this CPU, one thread each; 2 over shared memory, and by TCP
     make bench ARGS="--device cuda"     1 rank on a GPU
     make bench ARGS=--quick             does it run at all; the figures mean nothing
 
@@ -61,10 +61,11 @@ def sides_of(device, ranks):
             Side("bench_step", backend, ["plain-fused", "plumb", "plumb-noledger", "plumb-zero3"]),
             Side("torch_peers.py", backend or "gloo", ["plain", "ddp-views", "fsdp2"]),
         ]
-    backends = ["shm", "gloo"] if device == "cpu" else ["nccl"]
+    backends = ["shm", "tcp"] if device == "cpu" else ["nccl"]
+    theirs = "gloo" if device == "cpu" else "nccl"
     return [Side("bench_step", backend, plumb) for backend in backends] + [
-        Side("torch_peers.py", backends[-1], peers),
-        Side("torch_peers.py", backends[-1], ["plain", "deepspeed-1", "deepspeed-2", "deepspeed-3"]),
+        Side("torch_peers.py", theirs, peers),
+        Side("torch_peers.py", theirs, ["plain", "deepspeed-1", "deepspeed-2", "deepspeed-3"]),
     ]
 
 
@@ -78,9 +79,11 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_ranks(command, ranks):
+def run_ranks(command, ranks, backend=""):
     """Starts `ranks` processes of `command`; returns what each of them printed."""
-    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    # Over TCP, as between machines: nothing is shared.
+    shared = {"PLUMB_SHM": 0} if backend == "tcp" else {}
+    shared |= {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     processes = []
     try:
         for rank in range(ranks):
@@ -132,7 +135,7 @@ def measure(args, model, ranks):
         for i in here:
             say(f"{model}, {ranks} rank(s), pass {number + 1} of {args.passes}: {', '.join(sides[i].variants)}")
             command = command_of(sides[i], args, model, sides[i].variants, args.rounds, args.steps, args.warmup)
-            results[i] += run_ranks(command, ranks)
+            results[i] += run_ranks(command, ranks, sides[i].backend)
     sizes = {(r["tensors"], r["parameters"]) for rs in results.values() for r in rs}
     if len(sizes) != 1:
         sys.exit(f"bench: the two languages train different models: (tensors, parameters) are {sizes}")
@@ -143,7 +146,7 @@ def measure(args, model, ranks):
         if args.memory and i in here:
             say(f"{model}, {ranks} rank(s), memory: {', '.join(side.variants)}")
             for variant in side.variants:
-                memory[variant] = run_ranks(command_of(side, args, model, [variant], 1, 10, 2), ranks)
+                memory[variant] = run_ranks(command_of(side, args, model, [variant], 1, 10, 2), ranks, side.backend)
             check_same_work(model, ranks, memory)
         for variant in side.variants if i in here else side.variants[1:]:
             row = {"model": model, "ranks": ranks, "variant": variant, "backend": side.backend}
