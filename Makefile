@@ -9,7 +9,7 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 1800
 export PYTHON SETUP JOBS CMAKE_ARGS
 
-.PHONY: all setup demo test bench mutants mutants-all asan tsan fuzz format lint install wheel test-install compatibility clean distclean help
+.PHONY: all setup demo test bench mutants mutants-all asan tsan fuzz soak format lint install wheel test-install compatibility clean distclean help
 
 all:  ## build the program (build/bin/plumb), the library, the tests
 	@scripts/build build
@@ -47,6 +47,11 @@ tsan:  ## the C++ tests under ThreadSanitizer
 fuzz:  ## run the scenario fuzzer for FUZZ_SECONDS (1800), from SEED if given
 	@scripts/build build plumb_scenarios_tests
 	@scripts/fuzz $(FUZZ_SECONDS) $(SEED)
+
+soak:  ## train for SOAK_SECONDS (1800) while ranks are killed and stopped at random, from SEED if given; after every fault once
+	@scripts/build build plumb plumb_cli_tests
+	PLUMB_FAULTS=all build/bin/plumb_cli_tests --gtest_brief=1 --gtest_filter='*FaultTrials*'
+	@scripts/soak build/bin/plumb $(SEED)
 
 format:  ## lay out all C++ files by .clang-format (CHECK=yes: only look)
 	@scripts/format $(if $(CHECK),--check)

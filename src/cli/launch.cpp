@@ -22,6 +22,8 @@
 
 #include "cli/process.h"
 #include "plumb/error.h"
+#include "world/report.h"
+#include "world/road.h"
 
 namespace plumb::cli {
 
@@ -37,6 +39,8 @@ struct Rank {
   bool ended = false;
   int status = 0;        // of waitpid
   bool accused = false;  // failed before we ended anybody
+  int stopped = 0;       // the signal that stopped it, until it goes on
+  Clock::time_point stopped_at{};
 };
 
 int free_port() {
@@ -64,7 +68,7 @@ int free_port() {
   _exit(127);
 }
 
-Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
+Rank start(int64_t rank, int64_t ranks, int port, int board, char** argv) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   std::vector<std::string> set = {"RANK=" + std::to_string(rank),
@@ -74,6 +78,7 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
                                   "MASTER_ADDR=127.0.0.1",
                                   "MASTER_PORT=" + std::to_string(port),
                                   "PLUMB_JOB=" + std::to_string(getpid()) + "-" + std::to_string(port),
+                                  std::string(kBoardFd) + "=" + std::to_string(board),
                                   std::string(kErrorFd) + "=" + std::to_string(ends[1])};
   std::vector<char*> environment;
   for (char** old = environ; *old; ++old) {
@@ -93,6 +98,7 @@ Rank start(int64_t rank, int64_t ranks, int port, char** argv) {
   const pid_t pid = fork();
   if (pid == 0) {
     fcntl(ends[1], F_SETFD, 0);
+    fcntl(board, F_SETFD, 0);
     become_rank(parent, before, argv, environment.data());
   }
   const int error = errno;
@@ -135,9 +141,22 @@ bool failed(const Rank& rank) {
   return rank.ended && !asked_to_stop(rank.status) && !(WIFEXITED(rank.status) && WEXITSTATUS(rank.status) == 0);
 }
 
+// What each of the others was doing, as far as a line has room.
+std::string places(const Board& board, size_t count, size_t culprit) {
+  constexpr size_t kMost = 8;
+  std::string text;
+  size_t told = 0;
+  for (size_t r = 0; r < count; ++r) {
+    const std::string place = describe(board.of(static_cast<int64_t>(r)));
+    if (r == culprit || place.empty() || ++told > kMost) continue;
+    text += "; rank " + std::to_string(r) + " was " + place;
+  }
+  return told > kMost ? text + "; and " + std::to_string(told - kMost) + " more" : text;
+}
+
 // A rank that was killed is at fault before one that reported an error (which may be a consequence); among the latter,
 // the first to report. `stop` is the signal that ended the run, or 0.
-int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop) {
+int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop, const Board& board) {
   const auto unheeding = [stop](const Rank& rank) { return WIFSIGNALED(rank.status) && WTERMSIG(rank.status) == stop; };
   // A rank that did not listen yet is ended by the signal itself, and the others may complain that it is gone.
   if (stop != 0 && std::any_of(ranks.begin(), ranks.end(), unheeding)) return 128 + stop;
@@ -161,16 +180,28 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
     return 0;
   }
   const std::string who = "rank " + std::to_string(number);
+  const std::string place = describe(board.of(static_cast<int64_t>(number)));
+  const std::string others = places(board, ranks.size(), number);
+  if (culprit->stopped != 0 && WIFSIGNALED(culprit->status)) {
+    std::string said;  // by who waited for it
+    for (const size_t r : order) {
+      if (said.empty() && !ranks[r].message.empty()) said = " [" + without_prefix(ranks[r].message) + "]";
+    }
+    std::fprintf(stderr, "plumb: %s was stopped by signal %d (%s) and did not go on%s%s%s%s\n", who.c_str(),
+                 culprit->stopped, strsignal(culprit->stopped), place.empty() ? "" : ", ", place.c_str(),
+                 others.c_str(), said.c_str());
+    return 1;
+  }
   if (WIFSIGNALED(culprit->status)) {
     const int signal = WTERMSIG(culprit->status);
-    std::fprintf(stderr, "plumb: %s was ended by signal %d (%s)\n", who.c_str(), signal, strsignal(signal));
+    std::fprintf(stderr, "plumb: %s was ended by signal %d (%s)%s%s%s\n", who.c_str(), signal, strsignal(signal),
+                 place.empty() ? "" : ", ", place.c_str(), others.c_str());
     return 1;
   }
   const int code = WEXITSTATUS(culprit->status);
   std::string message = culprit->message;
   if (message.empty()) message = "ended with exit code " + std::to_string(code);
-  const std::string prefix = "plumb: ";
-  if (message.rfind(prefix, 0) == 0) message.erase(0, prefix.size());
+  message = without_prefix(message);
   if (message.rfind("rank ", 0) != 0) message = who + ": " + message;
   std::fprintf(stderr, "plumb: %s\n", message.c_str());
   return code;
@@ -178,7 +209,7 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
 
 }  // namespace
 
-int launch(int64_t count, char** argv, int64_t* lost) {
+int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_t* lost) {
   // Signals are read from a descriptor, so that none is lost between looking and waiting.
   int wake[2];
   if (pipe2(wake, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
@@ -195,6 +226,7 @@ int launch(int64_t count, char** argv, int64_t* lost) {
   for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaction(signal, &action, nullptr);
 
   const int port = free_port();
+  const Board board(count);
   std::vector<Rank> ranks;
   std::vector<size_t> order;  // in which ranks reported an error or ended; a rank may stand here twice
   const auto kill_all = [&](int signal) {
@@ -203,7 +235,7 @@ int launch(int64_t count, char** argv, int64_t* lost) {
     }
   };
   try {
-    for (int64_t r = 0; r < count; ++r) ranks.push_back(start(r, count, port, argv));
+    for (int64_t r = 0; r < count; ++r) ranks.push_back(start(r, count, port, board.fd(), argv));
   } catch (...) {
     kill_all(SIGKILL);
     for (const Rank& rank : ranks) waitpid(rank.pid, nullptr, 0);
@@ -220,11 +252,14 @@ int launch(int64_t count, char** argv, int64_t* lost) {
     for (const Rank& rank : ranks) {
       if (rank.errors >= 0) watched.push_back({rank.errors, POLLIN, 0});
     }
+    auto until = deadline;
+    for (const Rank& rank : ranks) {
+      if (rank.stopped != 0 && !rank.ended) until = std::min(until, rank.stopped_at + timeout + kGrace);
+    }
     int wait = -1;
-    if (deadline != Clock::time_point::max()) {
+    if (until != Clock::time_point::max()) {
       wait = std::max<int>(
-          0,
-          static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1));
+          0, static_cast<int>(std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count() + 1));
     }
     poll(watched.data(), watched.size(), wait);
 
@@ -247,13 +282,25 @@ int launch(int64_t count, char** argv, int64_t* lost) {
     }
     for (size_t r = 0; r < ranks.size(); ++r) {
       Rank& rank = ranks[r];
-      if (rank.ended || waitpid(rank.pid, &rank.status, WNOHANG) != rank.pid) continue;
+      if (rank.ended || waitpid(rank.pid, &rank.status, WNOHANG | WUNTRACED | WCONTINUED) != rank.pid) continue;
+      if (WIFSTOPPED(rank.status) || WIFCONTINUED(rank.status)) {
+        rank.stopped = WIFSTOPPED(rank.status) ? WSTOPSIG(rank.status) : 0;
+        rank.stopped_at = Clock::now();
+        continue;
+      }
       rank.ended = true;
       --living;
       if (rank.errors >= 0) drain(rank);
       order.push_back(r);
       rank.accused = !ending;
       if (failed(rank) && deadline == Clock::time_point::max()) deadline = Clock::now() + kGrace;
+    }
+    // One that is stopped hears nothing: it is not waited for once another has failed, nor when it stays so where nobody
+    // waits for it.
+    for (Rank& rank : ranks) {
+      if (rank.ended || rank.stopped == 0) continue;
+      const bool alone = Clock::now() >= rank.stopped_at + timeout + kGrace;
+      if (alone || deadline != Clock::time_point::max()) kill(rank.pid, SIGKILL);
     }
     if (living > 0 && Clock::now() >= deadline) {
       kill_all(SIGKILL);
@@ -269,7 +316,7 @@ int launch(int64_t count, char** argv, int64_t* lost) {
   for (const Rank& rank : ranks) {
     if (lost != nullptr && rank.accused && WIFSIGNALED(rank.status)) ++*lost;
   }
-  return verdict(ranks, order, stop);
+  return verdict(ranks, order, stop, board);
 }
 
 }  // namespace plumb::cli

@@ -25,6 +25,7 @@
 #include "plumb/world.h"
 #include "world/environment.h"
 #include "world/group.h"
+#include "world/strike.h"
 
 namespace plumb::cli {
 
@@ -113,7 +114,7 @@ void use_threads(const Settings& s, int64_t local_ranks) {
 int launch_again_and_again(const Settings& s, int64_t ranks, char** argv) {
   for (int64_t restart = 0;; ++restart) {
     int64_t lost = 0;
-    const int code = launch(ranks, argv, &lost);
+    const int code = launch(ranks, argv, world_options(s).timeout, &lost);
     if (code != 1 || restart == s.restarts) return code;
     if (s.min_ranks > 0) {
       const auto fits = [&](int64_t count) {
@@ -134,7 +135,7 @@ int launch_again_and_again(const Settings& s, int64_t ranks, char** argv) {
     }
     std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart + 1),
                  static_cast<long long>(s.restarts), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks");
-    setenv(kRestarted, "1", /*overwrite=*/1);
+    setenv(kRestarted, std::to_string(restart + 1).c_str(), /*overwrite=*/1);
   }
 }
 

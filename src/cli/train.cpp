@@ -16,7 +16,6 @@
 #include "cli/console.h"
 #include "cli/digest.h"
 #include "cli/estimate.h"
-#include "cli/launch.h"
 #include "cli/memory.h"
 #include "cli/process.h"
 #include "plumb/engine.h"
@@ -24,6 +23,8 @@
 #include "report/run.h"
 #include "save/folder.h"
 #include "world/group.h"
+#include "world/road.h"
+#include "world/strike.h"
 #include "world/timeline.h"
 #include "world/wire.h"
 
@@ -109,6 +110,7 @@ model::Score evaluate(const World& world, const model::Task& task, model::Gpt& m
   model::Score score;
   for (int64_t first = 0; first < each && (first == 0 || signal == 0); first += kAtOnce) {
     const int64_t count = std::min(kAtOnce, each - first);
+    road_of(world).pass(Point::evaluate);
     const int64_t shown = first == 0 ? std::min(samples, count) : 0;
     model::Score part = task.evaluate(model, each * world.rank() + first, count, shown);
     if (first == 0) score.samples = std::move(part.samples);
@@ -139,7 +141,7 @@ class Checkpoints {
     const World& world = engine_.world();
     std::string from = settings_.resume == "never" ? "" : settings_.resume;
     // Started again by the launcher, a run goes on from what it saved itself, if anything.
-    if (from == "auto" || std::getenv(kRestarted) != nullptr) {
+    if (from == "auto" || restarts_before() > 0) {
       const bool mine = !settings_.checkpoint.empty() && save::newest_in(settings_.checkpoint).has_value();
       const bool any = everybodys(world, mine ? 1 : 0, "checkpoints")[0] != 0;  // as rank 0 sees it
       from = any ? settings_.checkpoint : from == "auto" ? "" : from;
@@ -418,6 +420,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     folder.finish(steps, summary);
     console.end(summary);
   }
+  road_of(world).pass(Point::exit);
   return signal == 0 ? 0 : 128 + signal;
 }
 

@@ -13,6 +13,7 @@
 #include "grad/manifest.h"
 #include "grad/mode.h"
 #include "unit/deferred.h"
+#include "world/road.h"
 
 namespace plumb {
 namespace {
@@ -123,6 +124,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   // A rank that finds its own model or options wanting tells the others before it leaves.
   std::exception_ptr failure;
   try {
+    road_of(world).pass(Point::setup);
     check_options(world.rank(), world.size(), options);
     updater.emplace(world.rank(), optimizer, options, parameters);
     check_model(world.rank(), parameters);
@@ -147,6 +149,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     reducer = std::make_shared<Reducer>(world, parameters, unit_of, options);
     reducer->on_open = [this] { scaler.begin_pass(reducer->buckets()); };
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};
+    road_of(world).pass(Point::setup);
     NamedTensors built;
     for (const auto& parameter : parameters) {
       if (!deferred::waits(parameter.second)) built.push_back(parameter);

@@ -1,15 +1,15 @@
 #include "engine/loading.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 
 #include <algorithm>
 #include <set>
 
+#include "engine/filling.h"
 #include "grad/mode.h"
 #include "save/folder.h"
 #include "save/xxh3.h"
+#include "world/road.h"
 
 namespace plumb {
 
@@ -23,63 +23,14 @@ std::string described(const std::string& dtype, const std::vector<int64_t>& shap
   return c10::str(dtype, " ", at::IntArrayRef(shape));
 }
 
-std::string title_of(const SavedSlot& slot) {
-  SavedTensor tensor;
-  tensor.kind = slot.kind;
-  tensor.name = slot.name;
-  tensor.key = slot.key;
-  return tensor.title();
-}
-
-// Every rank is between steps, and nobody uses a unit's parameters.
-void check_idle(Engine::Impl& impl, const std::string& call) {
-  impl.reducer->check_between_steps(call);
-  if (impl.in_step) throw Error(call + " inside of a step; end_step() ends it");
-  if (impl.units) impl.units->begin_update();
-}
-
-// The checkpoint that rank 0 means, as this rank spells it; an Error on every rank where one cannot load now.
-std::string agreed_path(Engine::Impl& impl, const std::string& path, const std::string& call, const Where& where) {
-  std::string mine = "+";
-  try {
-    check_idle(impl, call);
-    if (impl.world.rank() == 0 && call == "load()") {
-      std::vector<std::string> skipped;
-      const auto found = save::newest_in(path, &skipped);
-      if (!found) {
-        std::string why = "there is no complete checkpoint in '" + path + "'";
-        for (const std::string& one : skipped) why += "; " + one;
-        throw Error(why);
-      }
-      if (*found != path) mine += found->substr(path.size());
-    }
-  } catch (const std::exception& error) {
-    mine = std::string("-") + error.what();
-  }
-  if (impl.units) impl.units->end_update();
-  const auto all = exchange_text(impl.world, mine, where);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!all[rank].starts_with("-")) continue;
-    const std::string why = all[rank].substr(all[rank].starts_with("-plumb: ") ? 8 : 1);
-    throw Error(impl.world.rank(),
-                call + " failed" + (all.size() > 1 ? " on rank " + std::to_string(rank) + ": " : ": ") + why);
-  }
-  return path + all[0].substr(1);
-}
-
-// What one rank finds, all of them throw.
-std::vector<std::string> all_ranks(const World& world, std::function<std::string()> work, const Where& where) {
-  try {
-    return *together(world, Task(std::move(work)), Wait::yes, where);
-  } catch (const TaskError& error) {
-    throw Error(world.rank(), error.what());
-  }
-}
-
-at::Tensor read_range(const save::Checkpoint& checkpoint, const SavedTensor& tensor, int64_t begin, int64_t end) {
-  const at::Tensor value = at::empty({end - begin}, dtype_of(tensor.dtype));
-  checkpoint.read(tensor, begin, end, value.mutable_data_ptr());
-  return value;
+// Behind `path`, the name of the newest complete checkpoint there; empty where it is one itself.
+std::string newest_behind(const std::string& path) {
+  std::vector<std::string> skipped;
+  const auto found = save::newest_in(path, &skipped);
+  if (found) return found->substr(path.size());
+  std::string why = "there is no complete checkpoint in '" + path + "'";
+  for (const std::string& one : skipped) why += "; " + one;
+  throw Error(why);
 }
 
 // Elements [begin, end) of a tensor whose memory may lie in another order here.
@@ -98,29 +49,7 @@ at::Tensor read_slot(const save::Checkpoint& checkpoint, const SavedTensor& tens
   return ours.narrow(0, begin, end - begin).clone();
 }
 
-void copy_into(const SavedSlot& slot, const at::Tensor& value) {
-  // A buffer that was made under InferenceMode can be written only there.
-  std::optional<c10::InferenceMode> mode;
-  if (slot.owner.is_inference()) mode.emplace();
-  if (slot.memory.defined()) {
-    slot.memory.copy_(value);
-  } else {
-    slot.owner.detach().copy_(value.view(slot.owner.sizes()));
-  }
-}
-
 }  // namespace
-
-std::vector<at::Generator> saved_generators() {
-  std::vector<at::Generator> all = {at::detail::getDefaultCPUGenerator()};
-  if (!at::hasCUDA()) return all;
-  const auto& hooks = at::detail::getCUDAHooks();
-  if (hooks.deviceCount() > 0) {
-    all.push_back(at::globalContext().defaultGenerator(
-        at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(hooks.getCurrentDevice()))));
-  }
-  return all;
-}
 
 std::string LoadInfo::table() const {
   std::string text;
@@ -140,9 +69,9 @@ Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions&
     : impl_(impl) {
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load()");
-  info_.path = agreed_path(impl, path, "load()", where);
+  info_.path = path + begin_loading(impl, where, [&] { return newest_behind(path); });
   const auto on_all_ranks = [&](std::function<std::string()> work) {
-    return all_ranks(impl.world, std::move(work), where);
+    return on_every_rank(impl.world, std::move(work), where);
   };
   const auto manifests = on_all_ranks([this] {
     checkpoint_ = std::make_unique<save::Checkpoint>(info_.path);
@@ -164,16 +93,20 @@ Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions&
   for (const Json& name : manifest.engine_field("order").array("'order'"))
     order.push_back(name.text("a name of 'order'"));
   if (manifest.step > 0) impl.reducer->arrange(order);
-  std::vector<int64_t> updates;
-  for (const Sink& sink : impl.reducer->sinks()) {
-    const auto found = updates_.find(sink.name);
-    updates.push_back(found == updates_.end() ? 0 : found->second);
-  }
-  impl.updater->make_room(impl.reducer->buckets(), updates);
+  impl.updater->make_room(impl.reducer->buckets(), updates_by_sink());
   on_all_ranks([&] {
     read(options);
     return std::string();
   });
+}
+
+std::vector<int64_t> Loading::updates_by_sink() const {
+  std::vector<int64_t> all;
+  for (const Sink& sink : impl_.reducer->sinks()) {
+    const auto found = updates_.find(sink.name);
+    all.push_back(found == updates_.end() ? 0 : found->second);
+  }
+  return all;
 }
 
 // The saved tensor for a place of this engine, if they agree.
@@ -320,6 +253,7 @@ void Loading::compare(const LoadOptions& options, OuterState outer) {
 
 void Loading::read(const LoadOptions& options) {
   const save::Manifest& manifest = checkpoint_->manifest();
+  road_of(impl_.world).pass(Point::read);
   const auto mismatched = [&](const std::string& what) {
     return std::any_of(info_.mismatches.begin(), info_.mismatches.end(),
                        [&](const Mismatch& one) { return one.what == what; });
@@ -404,20 +338,10 @@ void Loading::restore_settings() {
 
 void Loading::apply() {
   const TrainingMode training;
-  at::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : impl_.parameters) parameter.mutable_grad().reset();
-  if (impl_.units) impl_.units->begin_update();
-  std::deque<Bucket>& buckets = impl_.reducer->buckets();
-  for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
-  std::vector<int64_t> updates;
-  for (const Sink& sink : impl_.reducer->sinks()) {
-    const auto found = updates_.find(sink.name);
-    updates.push_back(found == updates_.end() ? 0 : found->second);
-  }
-  impl_.updater->forget(buckets, updates);
-  for (const Filling& filling : fillings_) copy_into(filling.slot, filling.value);
-  for (const Sink& sink : impl_.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
-  impl_.updater->filled(buckets);
+  fill(impl_, fillings_, [this] {
+    std::deque<Bucket>& buckets = impl_.reducer->buckets();
+    impl_.updater->forget(buckets, updates_by_sink());
+  });
   restore_settings();
   std::vector<at::Generator> generators = saved_generators();
   for (at::Generator& generator : generators) {
@@ -428,136 +352,8 @@ void Loading::apply() {
       generator.set_state(generators_[i]);
     }
   }
-  for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
-  if (impl_.units) impl_.units->end_update();
-  impl_.reducer->remember_parameters();
   impl_.reducer->resume(info_.step);
   impl_.reducer->let_go_of_gradients();
-}
-
-// ---- weights alone
-
-namespace {
-
-// Weights and buffers by name, wherever they lie.
-class WeightSource {
- public:
-  explicit WeightSource(const std::string& path) {
-    if (const auto found = save::is_folder(path) ? save::newest_in(path) : std::nullopt) {
-      checkpoint_ = std::make_unique<save::Checkpoint>(*found);
-      for (const SavedTensor& tensor : checkpoint_->manifest().tensors) {
-        if (tensor.kind == Kind::weight || tensor.kind == Kind::buffer) saved_[tensor.name] = &tensor;
-      }
-      return;
-    }
-    std::vector<std::string> files;
-    if (save::is_folder(path)) {
-      for (const std::string& name : save::names_in(path)) {
-        if (name.ends_with(".safetensors")) files.push_back(path + "/" + name);
-      }
-    } else {
-      files.push_back(path);
-    }
-    if (files.empty()) throw Error("there is no checkpoint and no safetensors file in '" + path + "'");
-    for (const std::string& file : files) files_.emplace_back(file);
-    for (const save::TensorFile& file : files_) {
-      for (const save::TensorInFile& tensor : file.tensors()) {
-        if (!plain_.try_emplace(tensor.name, &file, &tensor).second) {
-          throw Error("tensor '" + tensor.name + "' stands in two files of '" + path + "'");
-        }
-      }
-    }
-  }
-  WeightSource(const WeightSource&) = delete;
-  WeightSource& operator=(const WeightSource&) = delete;
-
-  std::vector<std::string> names() const {
-    std::vector<std::string> all;
-    for (const auto& [name, tensor] : saved_) all.push_back(name);
-    for (const auto& [name, tensor] : plain_) all.push_back(name);
-    return all;
-  }
-  const std::vector<int64_t>* shape(const std::string& name) const {
-    if (const auto found = saved_.find(name); found != saved_.end()) return &found->second->shape;
-    if (const auto found = plain_.find(name); found != plain_.end()) return &found->second.second->shape;
-    return nullptr;
-  }
-  // Whole, in its shape.
-  at::Tensor read(const std::string& name) const {
-    if (const auto found = saved_.find(name); found != saved_.end()) {
-      const SavedTensor& tensor = *found->second;
-      const at::Tensor flat = read_range(*checkpoint_, tensor, 0, tensor.numel());
-      return tensor.strides.empty() ? flat.view(tensor.shape) : flat.as_strided(tensor.shape, tensor.strides);
-    }
-    const auto& [file, tensor] = plain_.at(name);
-    const at::Tensor value = at::empty(tensor->shape, dtype_of(tensor->dtype));
-    file->read(*tensor, 0, value.mutable_data_ptr(), value.nbytes());
-    return value;
-  }
-
- private:
-  std::unique_ptr<save::Checkpoint> checkpoint_;
-  std::map<std::string, const SavedTensor*> saved_;
-  std::deque<save::TensorFile> files_;
-  std::map<std::string, std::pair<const save::TensorFile*, const save::TensorInFile*>> plain_;
-};
-
-}  // namespace
-
-LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options) {
-  at::NoGradGuard no_grad;
-  const Where where = impl.reducer->here(Where::Kind::step, "load_weights()");
-  LoadInfo info;
-  info.path = agreed_path(impl, path, "load_weights()", where);
-  info.step = impl.reducer->steps();
-  std::unique_ptr<WeightSource> source;
-  std::vector<std::pair<SavedSlot, at::Tensor>> fillings;
-  all_ranks(
-      impl.world,
-      [&] {
-        at::NoGradGuard off;
-        source = std::make_unique<WeightSource>(path);
-        std::set<std::string> known;
-        for (const SavedSlot& slot : slots_of(impl, {})) {
-          known.insert(slot.name);
-          const auto* shape = source->shape(slot.name);
-          if (shape == nullptr) {
-            info.mismatches.push_back(
-                {Mismatch::Kind::missing, title_of(slot), "", c10::str(at::IntArrayRef(slot.shape()))});
-          } else if (*shape != slot.shape()) {
-            info.mismatches.push_back({Mismatch::Kind::reshaped, title_of(slot), c10::str(at::IntArrayRef(*shape)),
-                                       c10::str(at::IntArrayRef(slot.shape()))});
-          } else {
-            const at::Tensor whole = source->read(slot.name);
-            const at::Tensor flat = at::empty({slot.owner.numel()}, whole.options().dtype(slot.owner.scalar_type()));
-            view_in(flat, 0, slot.owner).copy_(whole);
-            fillings.emplace_back(slot, flat.narrow(0, slot.begin, slot.end - slot.begin).clone());
-          }
-        }
-        for (const std::string& name : source->names()) {
-          if (!known.contains(name))
-            info.mismatches.push_back({Mismatch::Kind::extra, "weight '" + name + "'", "", ""});
-        }
-        if (options.strict && !info.mismatches.empty()) {
-          throw Error("the weights at '" + path +
-                      "' do not fit this engine, and nothing was loaded (strict = false loads what "
-                      "fits):\n" +
-                      info.table());
-        }
-        return std::string();
-      },
-      where);
-  for (const auto& [name, parameter] : impl.parameters) parameter.mutable_grad().reset();
-  if (impl.units) impl.units->begin_update();
-  for (Bucket& bucket : impl.reducer->buckets()) bucket.lanes.begin_all(bucket.device());
-  for (const auto& [slot, value] : fillings) copy_into(slot, value);
-  for (const Sink& sink : impl.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
-  for (Bucket& bucket : impl.reducer->buckets()) bucket.lanes.end_all(bucket.device());
-  if (impl.units) impl.units->end_update();
-  impl.updater->filled(impl.reducer->buckets());
-  impl.reducer->remember_parameters();
-  impl.reducer->resume(impl.reducer->steps());
-  return info;
 }
 
 }  // namespace plumb

@@ -2,14 +2,13 @@
 // byte that this rank needs, and only then fill it in.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "engine/filling.h"
 #include "engine/saving.h"
-#include "engine/slots.h"
 #include "plumb/engine.h"
 #include "plumb/save.h"
 #include "save/checkpoint.h"
@@ -31,20 +30,16 @@ class Loading {
   void apply();
 
  private:
-  struct Filling {
-    SavedSlot slot;
-    at::Tensor value;  // on the host: of elements [begin, end)
-  };
   void compare(const LoadOptions& options, OuterState outer);
   void expect(const save::SavedTensor* saved, const SavedSlot& slot);
   void read(const LoadOptions& options);
   void restore_settings();
+  std::vector<int64_t> updates_by_sink() const;
 
   Engine::Impl& impl_;
   LoadInfo info_;
   std::unique_ptr<save::Checkpoint> checkpoint_;
   std::map<std::string, int64_t> updates_;
-  std::vector<std::pair<const save::SavedTensor*, SavedSlot>> wanted_;
   std::vector<Filling> fillings_;
   std::vector<const save::SavedTensor*> outers_;
   std::vector<at::Tensor> generators_;  // this rank's, beside names in generator_names_
@@ -52,11 +47,5 @@ class Loading {
   std::map<std::string, NamedTensors> extras_;
   Outer outer_;
 };
-
-// This rank's generators that a checkpoint holds, and their names there.
-std::vector<at::Generator> saved_generators();
-
-// The weights and buffers alone; see Engine::load_weights.
-LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options);
 
 }  // namespace plumb

@@ -2,6 +2,7 @@
 #include "engine/impl.h"
 #include "engine/loading.h"
 #include "engine/saving.h"
+#include "engine/weights.h"
 #include "grad/mode.h"
 
 namespace plumb {

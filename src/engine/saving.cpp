@@ -8,10 +8,10 @@
 #include <filesystem>
 
 #include "engine/impl.h"
-#include "engine/loading.h"
 #include "engine/slots.h"
 #include "save/tensors.h"
 #include "save/xxh3.h"
+#include "world/road.h"
 
 namespace plumb {
 
@@ -235,54 +235,49 @@ Where Saving::here(const std::string& what) const { return impl_.reducer->here(W
 
 // Rank 0 makes room on the disk, and everybody sees it.
 void Saving::prepare(const std::string& folder) {
-  const auto agree = [&](const std::string& mine) {
-    const auto all = exchange_text(impl_.world, mine, here("save()"));
-    for (size_t rank = 0; rank < all.size(); ++rank) {
-      if (!all[rank].starts_with("-")) continue;
-      std::string why = all[rank].substr(1);
-      if (why.starts_with("plumb: ")) why.erase(0, 7);
-      throw SaveError(impl_.world.rank(), std::string("save() failed") +
-                                              (all.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " + why);
-    }
-    return all;
-  };
   writer_ = nullptr;
-  std::string mine = "+" + std::to_string(impl_.reducer->steps());
-  try {
+  const std::string steps = std::to_string(impl_.reducer->steps());
+  const Outcome mine = attempt([&] {
+    road_of(impl_.world).pass(Point::save);
     impl_.reducer->check_between_steps("save()");
     if (impl_.in_step) throw Error("save() inside of a step; end_step() ends it");
-    if (impl_.world.rank() == 0) {
-      // One name for one folder, however it is spelled.
-      std::error_code ignored;
-      save::make_folder(folder);
-      const std::string root = std::filesystem::canonical(folder, ignored).string();
-      auto& writer = writers_[root.empty() ? folder : root];
-      if (!writer) writer = std::make_unique<save::Writer>(folder);
-      const std::string path = writer->begin();
-      writer_ = writer.get();
-      mine += "/" + std::filesystem::path(path).filename().string();
-    }
-  } catch (const std::exception& error) {
-    mine = std::string("-") + error.what();
-    std::erase_if(writers_, [](const auto& entry) { return entry.second == nullptr; });
-  }
+    return impl_.world.rank() == 0 ? steps + "/" + begin_files(folder) : steps;
+  });
   try {
-    const auto all = agree(mine);
-    const std::string theirs = all[0].substr(0, all[0].find('/'));
-    const std::string path = folder + all[0].substr(all[0].find('/'));
-    std::string verdict = "+";
-    if (mine.substr(0, mine.find('/')) != theirs) {
-      verdict = "-save() after " + mine.substr(1) + " steps, and rank 0 after " + theirs.substr(1);
-    } else if (!save::is_folder(path)) {
-      verdict =
-          "-'" + path + "', which rank 0 made, is not to be seen here; checkpoints need a folder that all ranks share";
-    }
-    agree(verdict);
+    const std::string first = share_outcome(impl_.world, mine, here("save()"))[0];
+    const size_t slash = first.find('/');
+    const std::string theirs = first.substr(0, slash), path = folder + first.substr(slash);
+    const Outcome seen = attempt([&] {
+      if (steps != theirs) throw Error("save() after " + steps + " steps, and rank 0 after " + theirs);
+      if (!save::is_folder(path)) {
+        throw Error("'" + path +
+                    "', which rank 0 made, is not to be seen here; checkpoints need a folder that all ranks share");
+      }
+      return std::string();
+    });
+    share_outcome(impl_.world, seen, here("save()"));
     path_ = path;
+  } catch (const RankFailed& failure) {
+    if (writer_ != nullptr) writer_->abandon();
+    throw SaveError(impl_.world.rank(), failure.what());
   } catch (...) {
     if (writer_ != nullptr) writer_->abandon();
     throw;
   }
+}
+
+// On rank 0: the name, in `folder`, of the folder that the files of a new checkpoint go to.
+std::string Saving::begin_files(const std::string& folder) {
+  // One name for one folder, however it is spelled.
+  std::error_code ignored;
+  save::make_folder(folder);
+  const std::string root = std::filesystem::canonical(folder, ignored).string();
+  const std::string& name = root.empty() ? folder : root;
+  if (!writers_.contains(name)) writers_.emplace(name, std::make_unique<save::Writer>(folder));
+  save::Writer& writer = *writers_.at(name);
+  const std::string path = writer.begin();
+  writer_ = &writer;
+  return std::filesystem::path(path).filename().string();
 }
 
 void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy) {
@@ -299,28 +294,29 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   std::vector<Item> items;
   save::Manifest mine;
   // From here on a failure is this rank's word when the ranks speak next.
-  std::string failure;
-  try {
-    if (impl_.units) impl_.units->begin_update();
-    for (Bucket& bucket : impl_.reducer->buckets()) bucket.lanes.begin_all(bucket.device());
-    items = snapshot(options, outer, copy);
-    mine = manifest(options, outer);
-    for (Bucket& bucket : impl_.reducer->buckets()) bucket.lanes.end_all(bucket.device());
-  } catch (const std::exception& error) {
-    failure = error.what();
-  }
+  const std::string failure = attempt([&] {
+                                if (impl_.units) impl_.units->begin_update();
+                                std::deque<Bucket>& buckets = impl_.reducer->buckets();
+                                for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
+                                road_of(impl_.world).pass(Point::snapshot);
+                                items = snapshot(options, outer, copy);
+                                mine = manifest(options, outer);
+                                for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
+                                return std::string();
+                              }).error;
   if (impl_.units) impl_.units->end_update();
   phase_ = Phase::writing;
   const std::string end = "-" + numbered(impl_.world.rank()) + "-of-" + numbered(impl_.world.size()) + ".safetensors";
-  task_ =
-      std::make_unique<Task>([items = std::move(items), mine = std::move(mine), path = path_, end, failure]() mutable {
-        if (!failure.empty()) throw Error(failure.starts_with("plumb: ") ? failure.substr(7) : failure);
-        std::map<std::string, std::vector<Item>> files;
-        for (Item& item : items) files[file_of(item.tensor.kind)].push_back(std::move(item));
-        items.clear();
-        for (const auto& [name, members] : files) write_file(path, name + end, members, mine);
-        return mine.write();
-      });
+  task_ = std::make_unique<Task>([items = std::move(items), mine = std::move(mine), path = path_, end, failure,
+                                  &road = road_of(impl_.world)]() mutable {
+    if (!failure.empty()) throw std::runtime_error(failure);
+    road.pass(Point::write);
+    std::map<std::string, std::vector<Item>> files;
+    for (Item& item : items) files[file_of(item.tensor.kind)].push_back(std::move(item));
+    items.clear();
+    for (const auto& [name, members] : files) write_file(path, name + end, members, mine);
+    return mine.write();
+  });
 }
 
 void Saving::go_on(Wait wait) {
@@ -329,6 +325,7 @@ void Saving::go_on(Wait wait) {
     if (!texts) return;
     phase_ = Phase::committing;
     task_ = std::make_unique<Task>([this, texts = impl_.world.rank() == 0 ? *texts : std::vector<std::string>{}] {
+      road_of(impl_.world).pass(Point::commit);
       if (texts.empty()) return std::string();
       save::Manifest whole = save::Manifest::read(texts[0], "rank 0's part", save::Manifest::Coverage::some);
       for (size_t rank = 1; rank < texts.size(); ++rank) {
@@ -351,7 +348,7 @@ void Saving::advance(Wait wait) {
   std::string failure;
   try {
     return go_on(wait);
-  } catch (const TaskError& error) {
+  } catch (const RankFailed& error) {
     failure = error.what();
   }
   task_.reset();
@@ -368,7 +365,7 @@ std::string Saving::finish() {
 Saving::~Saving() {
   if (path_.empty()) return;
   task_->wait();
-  const bool complete = phase_ == Phase::committing && task_->error().empty();
+  const bool complete = phase_ == Phase::committing && task_->outcome().error.empty();
   task_.reset();
   if (writer_ == nullptr || complete) return;
   writer_->abandon();

@@ -54,6 +54,7 @@ class Saving {
   static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
   save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;
   void prepare(const std::string& folder);
+  std::string begin_files(const std::string& folder);
   void advance(Wait wait);
   void go_on(Wait wait);
   Where here(const std::string& what) const;
@@ -65,7 +66,6 @@ class Saving {
   std::string path_;    // of the files that are being written; empty: nothing is under way
   int64_t keep_ = 0;
   std::string saved_;
-  save::Manifest manifest_;
   enum class Phase { writing, committing } phase_ = Phase::writing;
   std::unique_ptr<Task> task_;
 };

@@ -1,6 +1,8 @@
 #include "engine/slots.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 
 #include <algorithm>
 
@@ -114,6 +116,17 @@ std::vector<SavedSlot> slots_of(Engine::Impl& impl, const std::map<std::string, 
     if (buffer.defined()) slots.push_back(whole_slot(save::Kind::buffer, name, buffer));
   }
   return slots;
+}
+
+std::vector<at::Generator> saved_generators() {
+  std::vector<at::Generator> all = {at::detail::getDefaultCPUGenerator()};
+  if (!at::hasCUDA()) return all;
+  const auto& hooks = at::detail::getCUDAHooks();
+  if (hooks.deviceCount() > 0) {
+    all.push_back(at::globalContext().defaultGenerator(
+        at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(hooks.getCurrentDevice()))));
+  }
+  return all;
 }
 
 }  // namespace plumb

@@ -29,6 +29,9 @@ struct SavedSlot {
 std::vector<SavedSlot> slots_of(Engine::Impl& impl, const std::map<std::string, int64_t>& updates);
 std::map<std::string, int64_t> updates_of(Engine::Impl& impl);
 
+// torch's random generators that a checkpoint holds of this rank.
+std::vector<at::Generator> saved_generators();
+
 // As the safetensors format spells a dtype; an Error where it has no word for it. And back.
 std::string dtype_name(at::ScalarType dtype, const std::string& what);
 at::ScalarType dtype_of(const std::string& name);

@@ -6,12 +6,14 @@
 #include "engine/saving.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
+#include "world/road.h"
 #include "world/timeline.h"
 
 namespace plumb {
 
 StepInfo Engine::Impl::begin_step() {
   nn::raise_complaint(world.rank());
+  road_of(world).pass(Point::step);
   if (saving) saving->poll();
   if (in_step) throw Error(world.rank(), "a step is under way already; end_step() ends it");
   const bool pieces = reducer->shards(reducer->row().gradient);
@@ -59,6 +61,7 @@ StepInfo Engine::Impl::begin_step() {
 
 void Engine::Impl::end_step() {
   in_step = false;
+  road_of(world).pass(Point::publish);
   std::vector<bool> active;
   for (const Sink& sink : reducer->sinks()) {
     active.push_back(!skipped && sink.grad().defined());
@@ -83,6 +86,7 @@ StepInfo Engine::step() {
   if (info.skipped) return info;
   Reducer& reducer = *impl.reducer;
   const Timeline::Scope scope(timeline_of(impl.world), "optimizer", [] { return "update"; });
+  road_of(impl.world).pass(Point::update);
   impl.updater->step(reducer.buckets(), reducer.shard(), impl.options.schedule.factor(info.step), reducer.ledger(),
                      reducer.fault, reducer.here(Where::Kind::step, "the updated parameters"));
   impl.end_step();
@@ -107,6 +111,7 @@ void Engine::end_step() {
   const TrainingMode training;
   if (!impl_->in_step) throw Error(impl_->world.rank(), "end_step() without begin_step()");
   Reducer& reducer = *impl_->reducer;
+  road_of(impl_->world).pass(Point::update);
   impl_->updater->take_back(reducer.buckets(), reducer.shard(), reducer.ledger(),
                             reducer.here(Where::Kind::step, "the updated parameters"));
   impl_->end_step();

@@ -2,22 +2,13 @@
 
 #include <algorithm>
 
-#include "plumb/error.h"
-
 namespace plumb {
 
 Task::Task(std::function<std::string()> work)
     : thread_([this, work = std::move(work)] {
-        std::string text, error;
-        try {
-          text = work();
-        } catch (const std::exception& thrown) {
-          error = thrown.what();
-          if (error.empty()) error = "an unknown error";
-        }
+        Outcome outcome = attempt(work);
         std::lock_guard lock(mutex_);
-        text_ = std::move(text);
-        error_ = std::move(error);
+        outcome_ = std::move(outcome);
         done_ = true;
         changed_.notify_all();
       }) {}
@@ -49,18 +40,7 @@ std::optional<std::vector<std::string>> together(const World& world, const Task&
     for (const auto& theirs : exchange(world, std::span(&status, 1), where)) pending = pending || theirs[0] == 0;
     if (pending && wait == Wait::no) return std::nullopt;
   }
-  const auto texts = exchange_text(world, mine.error().empty() ? "+" + mine.text() : "-" + mine.error(), where);
-  std::vector<std::string> all;
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].empty() || texts[rank][0] != '+') {
-      std::string why = texts[rank].empty() ? "" : texts[rank].substr(1);
-      if (why.starts_with("plumb: ")) why.erase(0, 7);
-      throw TaskError(where.detail + " failed" + (world.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " +
-                      why);
-    }
-    all.push_back(texts[rank].substr(1));
-  }
-  return all;
+  return share_outcome(world, mine.outcome(), where);
 }
 
 }  // namespace plumb

@@ -6,12 +6,11 @@
 #include <functional>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "world/group.h"
+#include "world/outcome.h"
 
 namespace plumb {
 
@@ -26,25 +25,19 @@ class Task {
   bool done() const;
   void wait() const;
   void wait_for(std::chrono::milliseconds time) const;
-  const std::string& text() const { return text_; }    // once it is done
-  const std::string& error() const { return error_; }  // empty: it went well
+  const Outcome& outcome() const { return outcome_; }  // once it is done
 
  private:
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
-  std::string text_, error_;
+  Outcome outcome_;
   std::thread thread_;
 };
 
 enum class Wait { no, yes };
 
-// A rank's work failed, and every rank knows: communication goes on.
-class TaskError : public std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// Everybody's text once every rank's work is done; nothing while some is not (with Wait::no: right now). A TaskError on
+// Everybody's text once every rank's work is done; nothing while some is not (with Wait::no: right now). A RankFailed on
 // every rank names the first whose work failed. Collective.
 std::optional<std::vector<std::string>> together(const World& world, const Task& mine, Wait wait, const Where& where);
 

@@ -12,7 +12,7 @@
 #include <unordered_map>
 
 #include "layout/digest.h"
-#include "world/group.h"
+#include "world/outcome.h"
 
 namespace plumb {
 namespace {
@@ -249,21 +249,19 @@ void check_same_model(const World& world, const NamedTensors& parameters, const 
 }
 
 void check_together(const World& world, std::exception_ptr failure) {
-  if (world.size() > 1) {
-    std::string mine;
+  const Where where{Where::Kind::setup, 0, 0, "the check of the model"};
+  const int64_t word = failure ? 1 : 0;
+  // Who failed, and why, is asked for only when somebody did.
+  if (world.size() > 1 && control_group(world).combine(std::span(&word, 1), {}, where).any[0] != 0) {
     try {
+      share_outcome(world, attempt([&] {
+                      if (failure) std::rethrow_exception(failure);
+                      return std::string();
+                    }),
+                    where);
+    } catch (const RankFailed& theirs) {
       if (failure) std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      mine = error.what();
-    }
-    const Where where{Where::Kind::setup, 0, 0, "the check of the model"};
-    const int64_t word = failure ? 1 : 0;
-    if (control_group(world).combine(std::span(&word, 1), {}, where).any[0] == 0) return;
-    const auto all = exchange_text(world, mine, where);
-    for (int rank = 0; rank < world.size() && !failure; ++rank) {
-      if (!all[rank].empty()) {
-        throw Error(world.rank(), "rank " + std::to_string(rank) + " could not set up its engine: " + all[rank]);
-      }
+      throw Error(world.rank(), "rank " + std::to_string(theirs.rank) + " could not set up its engine: " + theirs.why);
     }
   }
   if (failure) std::rethrow_exception(failure);

@@ -18,7 +18,8 @@ Reducer::Reducer(World world, const NamedTensors& parameters, std::vector<int> u
     : options_(options), team_(std::move(world), options_),
       ledger_(team_.rank(), options.ledger ? Ledger::Mode::on : Ledger::Mode::off),
       members_(team_.rank(), parameters, std::move(unit_of), options.accumulate_dtype), buckets_(team_, options_),
-      summing_(make_summing(team_, buckets_, ledger_, options_)), traffic_(buckets_, *summing_, fault), changes_(team_),
+      summing_(make_summing(team_, buckets_, ledger_, options_)), road_(road_of(team_.world())),
+      traffic_(buckets_, *summing_, road_, fault), changes_(team_),
       weights_(team_.rank(), options.deterministic ? Weights::Zeroed::is_kept : Weights::Zeroed::is_cleared) {}
 
 void Reducer::start() {
@@ -115,6 +116,7 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
 // Opens the pass if this is its first gradient, and makes the bucket ready for another contribution.
 void Reducer::join_pass(Sink& sink, bool contributes) {
   OpenPass& pass = pass_ ? *pass_ : open_pass();
+  road_.pass(Point::hook, steps_, passes_, sink.index);
   const int task = torch::autograd::get_current_graph_task_id();
   if (task != pass.task && task >= 0) {
     pass.task = task;
@@ -349,6 +351,7 @@ void Reducer::rebuild(const OpenPass& pass) {
   const bool movable = !team_.shards(team_.row().parameter) && (steps_ == 0 || !team_.shards(team_.row().state));
   if (rebuilt_ || !movable) return;
   rebuilt_ = true;
+  road_.pass(Point::rebuild, steps_, passes_);
   std::vector<int> order = ready_order(pass);
   if (team_.size() > 1) {
     at::Tensor wire = at::tensor(order, at::kInt);
@@ -393,6 +396,7 @@ void Reducer::laid_out() {
 // ---- what ranks agree on
 
 Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed) {
+  road_.pass(Point::agree, steps_, passes_);
   Facts mine;
   mine.kind = kind;
   mine.step = steps_;

@@ -184,6 +184,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Members members_;
   Buckets buckets_;
   std::unique_ptr<Summing> summing_;
+  Road& road_;
   Traffic traffic_;
   Changes changes_;
   Weights weights_;

@@ -85,6 +85,7 @@ void Reducer::finish_step() {
   weights_.forget();
   ++steps_;
   passes_ = 0;
+  road_.enter(steps_);
 }
 
 void Reducer::check_between_steps(const std::string& what) const {
@@ -109,6 +110,7 @@ void Reducer::resume(int64_t steps) {
   Lock lock(mutex_);
   steps_ = steps;
   passes_ = 0;
+  road_.enter(steps_);
   gradients_agreed();
 }
 

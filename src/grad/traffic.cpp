@@ -63,6 +63,7 @@ void Traffic::launch(Bucket& bucket, const Where& where) {
 
 void Traffic::begin(Bucket& bucket, const Where& where) {
   at::NoGradGuard no_grad;
+  road_.pass(Point::reduce, where.step, where.pass, bucket.index);
   bucket.launched = true;
   bucket.made_up = false;
   if (fault_ == Fault::reduce_never && bucket.index == 0) return;

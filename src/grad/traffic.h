@@ -7,13 +7,14 @@
 #include "grad/buckets.h"
 #include "grad/faults.h"
 #include "grad/summing.h"
+#include "world/road.h"
 
 namespace plumb {
 
 class Traffic {
  public:
-  Traffic(Buckets& buckets, Summing& summing, const Fault& fault)
-      : buckets_(buckets), summing_(summing), fault_(fault) {}
+  Traffic(Buckets& buckets, Summing& summing, Road& road, const Fault& fault)
+      : buckets_(buckets), summing_(summing), road_(road), fault_(fault) {}
 
   // After the buckets were laid out. From what every rank knows alike: all ranks must send the same messages.
   void form_convoys(int64_t bucket_bytes);
@@ -37,6 +38,7 @@ class Traffic {
 
   Buckets& buckets_;
   Summing& summing_;
+  Road& road_;
   const Fault& fault_;
   size_t next_ = 0;  // the next bucket to reduce
 };

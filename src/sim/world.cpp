@@ -33,9 +33,9 @@ World make_world(int rank, int size, const std::shared_ptr<Communicators>& all,
   impl->timeout = patience;
   impl->backend = "sim";
   if (size == 1) return World(std::move(impl));
-  auto counters = std::make_shared<Counters>();
+  auto progress = std::make_shared<Progress>(rank);
   impl->watch =
-      std::make_shared<Watch>(rank, size, patience, patience, counters, make_local_channel(reports, rank, counters));
+      std::make_shared<Watch>(rank, size, patience, patience, progress, make_local_channel(reports, rank, progress));
   impl->another = [all, rank, size, watch = impl->watch](int number) {
     const std::string name = std::to_string(number);
     return World::Impl::Pair{make_group(all->at("data " + name, size, rank), watch, data_index),

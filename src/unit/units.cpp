@@ -13,6 +13,7 @@
 #include "unit/deferred.h"
 #include "unit/saved.h"
 #include "unit/storage.h"
+#include "world/road.h"
 #include "world/timeline.h"
 
 namespace plumb {
@@ -247,6 +248,7 @@ void Units::send_for(const std::vector<Home*>& homes) {
   for (Home* home : homes) {
     const Alone alone(home->lanes, home->whole.device());
     make_room(*home);
+    pass_gather(*home);
     parts.push_back({home->bucket->parameter, home->whole});
     what.add(static_cast<uint64_t>(home->bucket->index));
     sent_for_.add(static_cast<uint64_t>(home->bucket->index));
@@ -307,6 +309,11 @@ void Units::ask_to_gather(Home& home) {
   receive(home);
 }
 
+void Units::pass_gather(const Home& home) const {
+  const Where where = reducer_.here(Where::Kind::backward);
+  road_of(reducer_.world()).pass(Point::gather, where.step, where.pass, home.bucket->index);
+}
+
 void Units::make_room(Home& home) {
   c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
   const auto bytes = static_cast<size_t>(bytes_of(home));
@@ -322,6 +329,7 @@ void Units::gather(Home& home) {
   at::NoGradGuard no_grad;
   const Alone alone(home.lanes, home.whole.device());
   make_room(home);
+  pass_gather(home);
   lend(home);
   home.versions = versions(home);
   if (home.peers.empty()) {

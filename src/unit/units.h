@@ -114,6 +114,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void send_for(const std::vector<Home*>& homes);
   void send_ahead(Home* first);
   void receive(Home& home);
+  void pass_gather(const Home& home) const;
   void lose_gathers();
   void look_ahead();
   int64_t bytes_of(const Home& home) const;

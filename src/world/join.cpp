@@ -177,7 +177,14 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
   impl->timeout = options.timeout;
   const std::string asked = asked_backend(options, place.rank);
   impl->backend = asked.empty() ? "shm" : asked;
-  if (place.size == 1) return World(std::move(impl));
+  auto progress = std::make_shared<Progress>(place.rank);
+  if (place.size == 1) {
+    impl->road.use_board();
+    impl->road.pass(Point::join);
+    return World(std::move(impl));
+  }
+  progress->road.use_board();
+  progress->road.pass(Point::join);
 
   ignore_broken_pipes();
   hush_c10d(3);
@@ -185,13 +192,13 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
   Rendezvous rendezvous = meet(limit);
   impl->store = rendezvous.store();
   hush_c10d(2);
-  auto counters = std::make_shared<Counters>();
   try {
     rendezvous.settle();
     impl->watch = std::make_shared<Watch>(
-        place.rank, place.size, options.timeout, slice, counters,
-        make_store_channel(impl->store, place.rank, place.size, counters, limit,
+        place.rank, place.size, options.timeout, slice, progress,
+        make_store_channel(impl->store, place.rank, place.size, progress, limit,
                            rendezvous.serves() ? StoreHost::here : StoreHost::elsewhere, rendezvous.end()));
+    progress->road.pass(Point::join);
     const std::string agreed = agree_on_backend(*impl->store, place, asked);
     // Where there is one, the host's messages travel there, whatever carries the gradients.
     std::string why_not;
@@ -309,17 +316,17 @@ World World::adopt(c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr
   if (!on_host && !store) {
     throw Error(impl->rank, "World::adopt of an nccl backend needs the store too: host messages travel beside it");
   }
-  auto counters = std::make_shared<Counters>();
+  auto progress = std::make_shared<Progress>(impl->rank);
   std::unique_ptr<ReportChannel> channel;
   const milliseconds limit = std::min(options.timeout, rendezvous_limit);
   if (store) {
     // By the number of worlds at this rank: all ranks adopt in the same order.
     const int64_t turn = store->add("plumb/adopted/" + std::to_string(impl->rank), 1);
     impl->store = c10::make_intrusive<c10d::PrefixStore>("plumb/adopted/" + std::to_string(turn), store);
-    channel = make_store_channel(impl->store, impl->rank, impl->size, counters, limit, StoreHost::elsewhere);
+    channel = make_store_channel(impl->store, impl->rank, impl->size, progress, limit, StoreHost::elsewhere);
   }
   ignore_broken_pipes();
-  impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, counters, std::move(channel));
+  impl->watch = std::make_shared<Watch>(impl->rank, impl->size, options.timeout, slice, progress, std::move(channel));
   std::vector<int> everybody(impl->size);
   std::iota(everybody.begin(), everybody.end(), 0);
   impl->data = make_group(backend, impl->watch, data_index, "adopted", everybody);

@@ -9,17 +9,17 @@ namespace plumb {
 struct LocalReports {
   std::mutex mutex;
   std::vector<Report> reports;
-  std::vector<std::shared_ptr<Counters>> counters;
+  std::vector<std::shared_ptr<Progress>> progress;
 };
 
 namespace {
 
 class LocalChannel final : public ReportChannel {
  public:
-  LocalChannel(std::shared_ptr<LocalReports> all, int rank, std::shared_ptr<Counters> counters)
+  LocalChannel(std::shared_ptr<LocalReports> all, int rank, std::shared_ptr<Progress> progress)
       : all_(std::move(all)), rank_(rank) {
     std::lock_guard lock(all_->mutex);
-    all_->counters[rank_] = std::move(counters);
+    all_->progress[rank_] = std::move(progress);
   }
 
   void publish(const Report& report) override {
@@ -33,9 +33,10 @@ class LocalChannel final : public ReportChannel {
     std::vector<Heard> heard;
     for (size_t r = 0; r < all_->reports.size(); ++r) {
       heard.push_back({all_->reports[r], now});
-      if (!all_->counters[r]) continue;
+      if (!all_->progress[r]) continue;
+      heard.back().report.last = all_->progress[r]->road.last();
       for (size_t g = 0; g < heard.back().report.issued.size(); ++g) {
-        heard.back().report.issued[g] = (*all_->counters[r])[g].load();
+        heard.back().report.issued[g] = all_->progress[r]->issued[g].load();
       }
     }
     return heard;
@@ -60,13 +61,13 @@ class LocalChannel final : public ReportChannel {
 std::shared_ptr<LocalReports> make_local_reports(int size) {
   auto all = std::make_shared<LocalReports>();
   all->reports.resize(size);
-  all->counters.resize(size);
+  all->progress.resize(size);
   return all;
 }
 
 std::unique_ptr<ReportChannel> make_local_channel(std::shared_ptr<LocalReports> all, int rank,
-                                                  std::shared_ptr<Counters> counters) {
-  return std::make_unique<LocalChannel>(std::move(all), rank, std::move(counters));
+                                                  std::shared_ptr<Progress> progress) {
+  return std::make_unique<LocalChannel>(std::move(all), rank, std::move(progress));
 }
 
 }  // namespace plumb

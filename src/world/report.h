@@ -12,6 +12,7 @@
 
 #include "plumb/error.h"
 #include "world/group.h"
+#include "world/road.h"
 
 namespace plumb {
 
@@ -36,8 +37,12 @@ constexpr int control_index = 1;
 constexpr int gather_index = 2;
 constexpr int group_count = 3;
 
-// How many collectives this rank has issued on each group.
-using Counters = std::array<std::atomic<int64_t>, group_count>;
+// What a rank has done so far, for the others to be told.
+struct Progress {
+  explicit Progress(int rank) : road(rank) {}
+  std::array<std::atomic<int64_t>, group_count> issued{};  // collectives, on each group
+  Road road;
+};
 
 // The collective a wait is for: the `number`-th (from 1) of a group.
 struct Ticket {
@@ -54,7 +59,8 @@ struct Report {
   enum class State { running, waiting, failed, left };
   State state = State::running;
   int64_t beat = 0;                           // renewed while the process lives
-  std::array<int64_t, group_count> issued{};  // as in Counters
+  std::array<int64_t, group_count> issued{};  // as in Progress
+  Passed last;                                // on its road
   int64_t wait = 0;                           // which wait of this rank; two reports of one wait carry one number
   Ticket ticket;                              // waiting, or failed in a wait: for what
   Where where;                                // waiting, failed: in which place

@@ -27,7 +27,7 @@ class ReportChannel {
   };
 
   virtual ~ReportChannel() = default;
-  // Posts this rank's report (the channel itself adds beat and counters).
+  // Posts this rank's report (the channel itself adds beat and progress).
   virtual void publish(const Report& report) = 0;
   // Everybody's latest report in rank order. Nothing when the channel did not answer within `patience`.
   virtual std::optional<std::vector<Heard>> read(std::chrono::milliseconds patience) = 0;
@@ -47,7 +47,7 @@ class ReportChannel {
 struct LocalReports;
 std::shared_ptr<LocalReports> make_local_reports(int size);
 std::unique_ptr<ReportChannel> make_local_channel(std::shared_ptr<LocalReports> all, int rank,
-                                                  std::shared_ptr<Counters> counters);
+                                                  std::shared_ptr<Progress> progress);
 
 // The channel over a store, renewed and read by a thread of its own, so that a store that hangs hangs nobody.
 // Returns when every rank has posted a first report; throws Error naming the ranks that did not within `timeout`.
@@ -55,7 +55,7 @@ std::unique_ptr<ReportChannel> make_local_channel(std::shared_ptr<LocalReports> 
 // `contestable`: until when a claim that comes after the rendezvous (see rendezvous.h) still ends this world.
 enum class StoreHost { here, elsewhere };
 std::unique_ptr<ReportChannel> make_store_channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                  std::shared_ptr<Counters> counters, std::chrono::milliseconds timeout,
+                                                  std::shared_ptr<Progress> progress, std::chrono::milliseconds timeout,
                                                   StoreHost host, Clock::time_point contestable = {});
 
 }  // namespace plumb

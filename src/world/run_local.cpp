@@ -106,9 +106,9 @@ void run_local(int ranks, const std::function<void(World)>& body, const WorldOpt
     impl->rank = impl->local_rank = rank;
     impl->size = ranks;
     impl->timeout = options.timeout;
-    auto counters = std::make_shared<Counters>();
-    impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, counters,
-                                          make_local_channel(reports, rank, counters));
+    auto progress = std::make_shared<Progress>(rank);
+    impl->watch = std::make_shared<Watch>(rank, ranks, options.timeout, slice, progress,
+                                          make_local_channel(reports, rank, progress));
     impl->another = [hubs, rank, watch = impl->watch](int number) {
       const auto at = [&](int index) {
         const int hub = 2 * number + index;

@@ -23,7 +23,7 @@ std::string key_of(int rank) { return "report/" + std::to_string(rank); }
 struct Shared {
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
-  std::shared_ptr<Counters> counters;
+  std::shared_ptr<Progress> progress;
   std::vector<std::string> keys;
   Clock::time_point contestable;
 
@@ -46,7 +46,8 @@ struct Shared {
 
 std::string encode(Shared& shared) {
   ++shared.mine.beat;
-  for (size_t g = 0; g < shared.mine.issued.size(); ++g) shared.mine.issued[g] = (*shared.counters)[g].load();
+  for (size_t g = 0; g < shared.mine.issued.size(); ++g) shared.mine.issued[g] = shared.progress->issued[g].load();
+  shared.mine.last = shared.progress->road.last();
   return shared.mine.encode();
 }
 
@@ -188,11 +189,11 @@ class StoreChannel final : public ReportChannel {
 }  // namespace
 
 std::unique_ptr<ReportChannel> make_store_channel(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                  std::shared_ptr<Counters> counters, milliseconds timeout,
+                                                  std::shared_ptr<Progress> progress, milliseconds timeout,
                                                   StoreHost host, Clock::time_point contestable) {
   auto shared = std::make_shared<Shared>();
   shared->rank = rank;
-  shared->counters = std::move(counters);
+  shared->progress = std::move(progress);
   shared->contestable = contestable;
   for (int r = 0; r < size; ++r) shared->keys.push_back(key_of(r));
   shared->heard.resize(size);

@@ -78,6 +78,14 @@ std::string crossed(const Where& mine, int other, const Where& theirs, bool one_
          "; every rank must build its engines and call them in the same order";
 }
 
+// Of a rank that does not answer, behind what is said of it.
+std::string last_seen(const Report& report) {
+  const std::string last = describe(report.last);
+  return last.empty() ? "" : ", last seen " + last;
+}
+
+constexpr int most_told = 8;  // ranks that wait as this one does, in one message
+
 }  // namespace
 
 // One long wait, from its first look on.
@@ -115,9 +123,9 @@ struct Watch::Vigil {
   }
 };
 
-Watch::Watch(int rank, int size, milliseconds timeout, milliseconds slice, std::shared_ptr<Counters> counters,
+Watch::Watch(int rank, int size, milliseconds timeout, milliseconds slice, std::shared_ptr<Progress> progress,
              std::unique_ptr<ReportChannel> channel)
-    : rank_(rank), size_(size), timeout_(timeout), slice_(slice), counters_(std::move(counters)),
+    : rank_(rank), size_(size), timeout_(timeout), slice_(slice), progress_(std::move(progress)),
       channel_(std::move(channel)) {}
 
 Watch::~Watch() = default;
@@ -154,7 +162,7 @@ bool Watch::belongs(int64_t circle) const {
 bool Watch::awaits_us(const Report& report) const {
   const bool waits = report.state == Report::State::waiting || report.state == Report::State::failed;
   return waits && report.ticket.number > 0 && belongs(report.ticket.circle) && waiting_.load() == 1 &&
-         (*counters_)[report.ticket.group].load() < report.ticket.number;
+         progress_->issued[report.ticket.group].load() < report.ticket.number;
 }
 
 // A deadlock is certain, not guessed: the other rank waits for a collective that we have not issued, we wait for one
@@ -242,7 +250,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
       if (Clock::now() - changed < silence) continue;
       gone += (gone.empty() ? "" : "; ");
       gone += "rank " + std::to_string(r) + " is gone: its process was killed, crashed or hangs (last heard of " +
-              seconds(Clock::now() - changed) + " ago)";
+              seconds(Clock::now() - changed) + " ago" + last_seen(report) + ")";
     }
     if (!gone.empty()) raise(gone + "; this rank was in " + describe(where) + " [" + text + "]", where);
     std::this_thread::sleep_for(evidence_pause);
@@ -266,8 +274,8 @@ void Watch::mourn(const std::vector<int>& dead, const Where& where) {
   for (const int r : dead) {
     const auto state = heard ? (*heard)[r].report.state : Report::State::running;
     if (state == Report::State::failed || state == Report::State::left) continue;
-    silent +=
-        (silent.empty() ? "rank " : "; rank ") + std::to_string(r) + " is gone: its process was killed or crashed";
+    silent += (silent.empty() ? "rank " : "; rank ") + std::to_string(r) +
+              " is gone: its process was killed or crashed" + (heard ? last_seen((*heard)[r].report) : "");
   }
   if (!silent.empty()) raise(silent + "; this rank was in " + describe(where), where);
   for (const int r : dead) {
@@ -288,12 +296,18 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
               (trouble.empty() ? "" : "; rank 0 is gone, and with it the store: " + trouble) + tail,
           where);
   }
-  std::string missing;
+  std::string missing, waiting;
+  int told = 0;
   for (int r = 0; r < size_; ++r) {
     const auto& [report, changed] = (*heard)[r];
     if (r == rank_) continue;
     if (report.state == Report::State::failed) follow(r, report, where);
-    if (report.issued[ticket.group] >= ticket.number) continue;
+    if (report.issued[ticket.group] >= ticket.number) {
+      if (report.state == Report::State::waiting && ++told <= most_told) {
+        waiting += "; rank " + std::to_string(r) + " " + describe(report);
+      }
+      continue;
+    }
     missing += (missing.empty() ? "" : "; ");
     missing += "rank " + std::to_string(r) + " did not come";
     if (channel_->beats()) missing += "; last heard of " + seconds(Clock::now() - changed) + " ago";
@@ -303,13 +317,13 @@ void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, 
     const auto silent = Clock::now() - (*heard)[r].changed;
     if (r == rank_ || silent < silence) continue;
     missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) +
-              " ago: it is stopped or hangs";
+              " ago: it is stopped or hangs" + last_seen((*heard)[r].report);
   }
   if (missing.empty())
     missing =
         "every rank came, but the data did not: either to different engines (run their backwards and steps in one "
         "order on every rank), or the network is slow or broken (check it, or raise the time-out)";
-  raise(message + ": " + missing + tail, where);
+  raise(message + ": " + missing + waiting + tail, where);
 }
 
 void Watch::follow(int other, const Report& report, const Where& where) {

@@ -21,7 +21,7 @@ class Watch {
  public:
   // `channel` may be null: then errors name what this rank knows. `slice`: how long a wait stays silent.
   Watch(int rank, int size, std::chrono::milliseconds timeout, std::chrono::milliseconds slice,
-        std::shared_ptr<Counters> counters, std::unique_ptr<ReportChannel> channel);
+        std::shared_ptr<Progress> progress, std::unique_ptr<ReportChannel> channel);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
@@ -29,6 +29,7 @@ class Watch {
   int rank() const { return rank_; }
   const std::shared_ptr<Wire>& wire() const { return wire_; }
   Timeline& timeline() { return timeline_; }
+  Road& road() { return progress_->road; }
   int64_t store_messages() const { return channel_ ? channel_->messages() : 0; }
 
   // This rank is one of those who say what they do under this number (Ticket::circle).
@@ -43,7 +44,7 @@ class Watch {
   void wait(c10d::Work& work, const Where& where, Ticket ticket);
 
   // Counts a collective that was issued on `group`, and returns its number.
-  int64_t count(int group) { return (*counters_)[group].fetch_add(1) + 1; }
+  int64_t count(int group) { return progress_->issued[group].fetch_add(1) + 1; }
 
   // Throws what this rank failed with before: after an error the groups are dead. Or what ends a world that is well.
   void check() {
@@ -77,7 +78,7 @@ class Watch {
   const std::chrono::milliseconds timeout_;
   const std::chrono::milliseconds slice_;
   std::chrono::milliseconds keen_{0};
-  const std::shared_ptr<Counters> counters_;
+  const std::shared_ptr<Progress> progress_;
   const std::unique_ptr<ReportChannel> channel_;
   const std::shared_ptr<Wire> wire_ = std::make_shared<Wire>();
   Timeline timeline_;

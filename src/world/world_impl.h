@@ -12,6 +12,7 @@
 
 #include "world/group.h"
 #include "world/links.h"
+#include "world/road.h"
 #include "world/watch.h"
 
 namespace plumb {
@@ -73,6 +74,7 @@ struct World::Impl {
   c10::intrusive_ptr<c10d::Store> store;
   std::shared_ptr<Watch> watch;  // null: one rank
   Timeline timeline;             // of one rank; others' is the watch's
+  Road road{0};                  // the same
   std::shared_ptr<Group::Impl> data = std::make_shared<Group::Impl>();
   std::shared_ptr<Group::Impl> control = data;
   // Makes another pair of groups, the `number`th; null: the world's own serve every engine.

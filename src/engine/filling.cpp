@@ -1,0 +1,80 @@
+#include "engine/filling.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "engine/together.h"
+#include "world/road.h"
+
+namespace plumb {
+namespace {
+
+void copy_into(const SavedSlot& slot, const at::Tensor& value) {
+  // A buffer that was made under InferenceMode can be written only there.
+  std::optional<c10::InferenceMode> mode;
+  if (slot.owner.is_inference()) mode.emplace();
+  if (slot.memory.defined()) {
+    slot.memory.copy_(value);
+  } else {
+    slot.owner.detach().copy_(value.view(slot.owner.sizes()));
+  }
+}
+
+}  // namespace
+
+std::string title_of(const SavedSlot& slot) {
+  save::SavedTensor tensor;
+  tensor.kind = slot.kind;
+  tensor.name = slot.name;
+  tensor.key = slot.key;
+  return tensor.title();
+}
+
+std::string begin_loading(Engine::Impl& impl, const Where& where, const std::function<std::string()>& choose) {
+  const Outcome mine = attempt([&] {
+    road_of(impl.world).pass(Point::load);
+    impl.reducer->check_between_steps(where.detail);
+    if (impl.in_step) throw Error(where.detail + " inside of a step; end_step() ends it");
+    if (impl.units) impl.units->begin_update();  // refuses while somebody uses a unit
+    return impl.world.rank() == 0 ? choose() : "";
+  });
+  if (impl.units) impl.units->end_update();
+  try {
+    return share_outcome(impl.world, mine, where)[0];
+  } catch (const RankFailed& failure) {
+    throw Error(impl.world.rank(), failure.what());
+  }
+}
+
+std::vector<std::string> on_every_rank(const World& world, std::function<std::string()> work, const Where& where) {
+  try {
+    return *together(world, Task(std::move(work)), Wait::yes, where);
+  } catch (const RankFailed& failure) {
+    throw Error(world.rank(), failure.what());
+  }
+}
+
+at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTensor& tensor, int64_t begin, int64_t end) {
+  const at::Tensor value = at::empty({end - begin}, dtype_of(tensor.dtype));
+  checkpoint.read(tensor, begin, end, value.mutable_data_ptr());
+  return value;
+}
+
+void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::function<void()>& before) {
+  at::NoGradGuard no_grad;
+  std::deque<Bucket>& buckets = impl.reducer->buckets();
+  for (const auto& [name, parameter] : impl.parameters) parameter.mutable_grad().reset();
+  if (impl.units) impl.units->begin_update();
+  for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
+  road_of(impl.world).pass(Point::fill);
+  before();
+  for (const Filling& filling : fillings) copy_into(filling.slot, filling.value);
+  for (const Sink& sink : impl.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
+  impl.updater->filled(buckets);
+  for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
+  if (impl.units) impl.units->end_update();
+  impl.reducer->remember_parameters();
+}
+
+}  // namespace plumb

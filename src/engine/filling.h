@@ -1,0 +1,37 @@
+// What loading a checkpoint and loading weights alone share: the ranks begin together, read parts of saved tensors, and fill
+// them into the places where an engine keeps them.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "engine/slots.h"
+#include "save/checkpoint.h"
+#include "world/outcome.h"
+
+namespace plumb {
+
+// What is filled into a slot: elements [begin, end), on the host.
+struct Filling {
+  SavedSlot slot;
+  at::Tensor value;
+};
+
+// "weight 'a'", as the manifest calls what belongs there.
+std::string title_of(const SavedSlot& slot);
+
+// Every rank may load now (it is between steps), or an Error on all of them. What rank 0 chose. Collective.
+std::string begin_loading(Engine::Impl& impl, const Where& where, const std::function<std::string()>& choose);
+
+// Work that may take as long as a disk takes. What one rank finds, all of them throw. Collective.
+std::vector<std::string> on_every_rank(const World& world, std::function<std::string()> work, const Where& where);
+
+// Elements [begin, end) in the order of the file.
+at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTensor& tensor, int64_t begin, int64_t end);
+
+// Cannot fail. Gradients are forgotten; `before`: what is to be done to the engine while nobody uses it. The parameters are
+// the engine's own from here on, as after a step.
+void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::function<void()>& before);
+
+}  // namespace plumb

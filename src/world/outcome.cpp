@@ -1,0 +1,31 @@
+#include "world/outcome.h"
+
+#include "world/report.h"
+
+namespace plumb {
+
+Outcome attempt(const std::function<std::string()>& work) {
+  try {
+    return {work(), ""};
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    return {"", what.empty() ? "an unknown error" : what};
+  }
+}
+
+std::vector<std::string> share_outcome(const World& world, const Outcome& mine, const Where& where) {
+  std::vector<std::string> all = exchange_text(world, mine.error.empty() ? "+" + mine.text : "-" + mine.error, where);
+  for (int rank = 0; rank < world.size(); ++rank) {
+    std::string& text = all[rank];
+    const bool well = text.starts_with('+');
+    if (!text.empty()) text.erase(0, 1);
+    if (well) continue;
+    const std::string why = without_prefix(text);
+    throw RankFailed(
+        where.detail + " failed" + (world.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " + why, rank,
+        why);
+  }
+  return all;
+}
+
+}  // namespace plumb
