@@ -16,6 +16,7 @@
 #include "cli/memory.h"
 #include "cli/output.h"
 #include "cli/process.h"
+#include "cli/replay.h"
 #include "cli/settings.h"
 #include "cli/sim.h"
 #include "cli/train.h"
@@ -41,6 +42,7 @@ constexpr const char* kHelp =
     "  plumb sim       run the engine on a simulated accelerator and look for races\n"
     "  plumb info      versions, devices, backends (--json for machines)\n"
     "  plumb checkpoint  list, verify, compare and convert checkpoints\n"
+    "  plumb replay    run a recorded failure again, in one process\n"
     "\n"
     "Try\n"
     "  plumb train --ranks 2 --out runs/first      2 ranks on this machine, then open the report\n"
@@ -211,6 +213,7 @@ int run(int argc, char** argv) {
   if (command == "train") return run_train(words, argv);
   if (command == "estimate") return estimate(words);
   if (command == "checkpoint") return checkpoint(words);
+  if (command == "replay") return replay(words);
   if (command == "info") return info(words);
   if (command == "sim") return sim(words);
   if (command == "--help" || command == "-h" || command == "help") {
@@ -222,7 +225,7 @@ int run(int argc, char** argv) {
     return 0;
   }
   throw UsageError("unknown command " + in_quotes(command) +
-                   "; the commands are: train, estimate, sim, info, checkpoint");
+                   "; the commands are: train, estimate, sim, info, checkpoint, replay");
 }
 
 }  // namespace

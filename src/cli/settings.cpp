@@ -116,6 +116,10 @@ void check(const Settings& s) {
                      " digits need " + std::to_string(3 * s.digits + 2));
   }
   one_of("nonfinite", s.nonfinite, {"error", "skip", "continue"});
+  if (s.trace_nonfinite && s.nonfinite != "error") {
+    throw UsageError("--trace-nonfinite says where a NaN or inf began when it ends the run: add --nonfinite error");
+  }
+  within("verify", s.verify, 0, kMostSteps);
   within("save-every", s.save_every, 0, kMostSteps);
   within("keep", s.keep, 0, 1'000'000);
   within("restarts", s.restarts, 0, 1'000'000);
@@ -129,6 +133,10 @@ void check(const Settings& s) {
   if (!s.checkpoint.empty() && std::filesystem::exists(s.checkpoint, ignored) &&
       !std::filesystem::is_directory(s.checkpoint, ignored)) {
     throw UsageError("--checkpoint '" + s.checkpoint + "' exists and is not a folder");
+  }
+  if (!s.record.empty() && std::filesystem::exists(s.record, ignored) &&
+      !std::filesystem::is_directory(s.record, ignored)) {
+    throw UsageError("--record '" + s.record + "' exists and is not a folder");
   }
   if (!s.out.empty() && std::filesystem::exists(s.out, ignored) && !std::filesystem::is_directory(s.out, ignored)) {
     throw UsageError("--out '" + s.out + "' exists and is not a folder");

@@ -64,6 +64,8 @@ struct Settings {
   int64_t eval_every = -1;   // -1: ten times in a run of at least 100 steps; 0: at the end only
   int64_t questions = 1024;  // asked at the end
   std::string nonfinite = "continue";
+  bool trace_nonfinite = false;
+  int64_t verify = 0;  // steps; 0: never
   // checkpoints
   std::string checkpoint;  // the folder of them; empty: none
   int64_t save_every = 0;  // steps; 0: at the end only
@@ -72,8 +74,9 @@ struct Settings {
   int64_t restarts = 0;
   int64_t min_ranks = 0;  // 0: a restart has as many ranks as the run
   // output
-  std::string trace;  // a file; empty: none
-  std::string out;    // empty: no run folder
+  std::string record;  // a folder; empty: failures are not recorded
+  std::string trace;   // a file; empty: none
+  std::string out;     // empty: no run folder
   bool json = false;
   bool quiet = false;
 };

@@ -4,29 +4,32 @@
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
 
-#include <array>
 #include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <limits>
 
+#include "cli/checkpoints.h"
 #include "cli/console.h"
 #include "cli/digest.h"
 #include "cli/estimate.h"
+#include "cli/job.h"
 #include "cli/memory.h"
+#include "cli/nonfinite.h"
 #include "cli/process.h"
+#include "cli/record.h"
+#include "cli/verify.h"
+#include "cli/wire_account.h"
+#include "engine/not_finite.h"
 #include "plumb/engine.h"
 #include "report/folder.h"
 #include "report/run.h"
-#include "save/folder.h"
 #include "world/group.h"
+#include "world/report.h"
 #include "world/road.h"
-#include "world/strike.h"
 #include "world/timeline.h"
-#include "world/wire.h"
 
 namespace plumb::cli {
 
@@ -35,33 +38,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-Options engine_options(const Settings& s) {
-  Options options;
-  options.strategy = s.strategy;
-  options.mesh = read_mesh(s.mesh);
-  options.hold_unsharded = s.hold_unsharded;
-  options.deterministic = s.deterministic;
-  options.virtual_ranks = static_cast<int>(s.virtual_ranks);
-  options.bucket_bytes = std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20)));
-  options.first_bucket_bytes = std::min(options.first_bucket_bytes, options.bucket_bytes);
-  if (s.dtype != "f32") options.accumulate_dtype = at::kFloat;
-  if (s.dtype == "f16") options.loss_scale.emplace();
-  options.master_weights = true;
-  // An infinite limit clips nothing, and the norm is still measured.
-  options.clip_norm = s.clip > 0 ? s.clip : std::numeric_limits<double>::infinity();
-  options.schedule = {.warmup = s.warmup, .total = s.steps, .floor = 0.1};
-  options.nonfinite = s.nonfinite == "error"  ? NonFinite::error
-                      : s.nonfinite == "skip" ? NonFinite::skip
-                                              : NonFinite::proceed;
-  // Biases and norms are not pulled towards zero.
-  options.groups = {
-      {.match =
-           [](const std::string& name) { return name.ends_with(".bias") || name.find("norm") != std::string::npos; },
-       .lr = {},
-       .weight_decay = 0.0}};
-  return options;
-}
 
 // What every rank learns of the others after a step, in one small message.
 struct Shared {
@@ -127,143 +103,54 @@ model::Score evaluate(const World& world, const model::Task& task, model::Gpt& m
 
 double ratio(const model::Score& score) { return static_cast<double>(score.right) / static_cast<double>(score.asked); }
 
-model::Batch to(const model::Batch& batch, const at::Device& device) {
-  return {batch.input.to(device), batch.target.to(device)};
-}
-
-// The checkpoints of one run, as its flags ask for them.
-class Checkpoints {
- public:
-  Checkpoints(Engine& engine, const Settings& settings) : engine_(engine), settings_(settings) {}
-
-  // Where the data goes on: samples that were used by the runs before this one.
-  int64_t resume() {
-    const World& world = engine_.world();
-    std::string from = settings_.resume == "never" ? "" : settings_.resume;
-    // Started again by the launcher, a run goes on from what it saved itself, if anything.
-    if (from == "auto" || restarts_before() > 0) {
-      const bool mine = !settings_.checkpoint.empty() && save::newest_in(settings_.checkpoint).has_value();
-      const bool any = everybodys(world, mine ? 1 : 0, "checkpoints")[0] != 0;  // as rank 0 sees it
-      from = any ? settings_.checkpoint : from == "auto" ? "" : from;
-    }
-    if (from.empty()) return 0;
-    const LoadInfo info = engine_.load(from);
-    if (world.rank() == 0 && !settings_.quiet && !settings_.json) {
-      std::fprintf(stderr, "plumb: goes on from '%s' (step %lld)\n", info.path.c_str(),
-                   static_cast<long long>(info.step));
-    }
-    if (info.samples % settings_.batch != 0) {
-      throw UsageError("--batch " + std::to_string(settings_.batch) + " does not divide the " +
-                       std::to_string(info.samples) + " samples that '" + info.path + "' has used");
-    }
-    return info.samples;
-  }
-
-  // After a step: in the background, at the end of the run at once.
-  void after(int64_t step, int64_t samples, bool last) {
-    if (settings_.checkpoint.empty()) return;
-    const bool due = settings_.save_every > 0 && step % settings_.save_every == 0;
-    if (!due && !last) return;
-    const SaveOptions options{.samples = samples, .keep = settings_.keep};
-    try {
-      if (last) {
-        engine_.save(settings_.checkpoint, options);
-      } else {
-        engine_.save_in_background(settings_.checkpoint, options);
-      }
-    } catch (const SaveError& error) {
-      complain(error);
-    }
-  }
-
-  // A step, which may learn that the last checkpoint failed.
-  StepInfo step() {
-    try {
-      return engine_.step();
-    } catch (const SaveError& error) {
-      complain(error);
-    }
-    return engine_.step();
-  }
-
-  bool failed() const { return failed_; }
-
- private:
-  void complain(const SaveError& error) {
-    failed_ = true;
-    if (engine_.world().rank() != 0) return;
-    std::fprintf(stderr, "%s; training goes on, earlier checkpoints are intact\n", error.what());
-  }
-
-  Engine& engine_;
-  const Settings& settings_;
-  bool failed_ = false;
-};
-
-// With --nonfinite error, names where it began: the first micro-batch whose loss is not finite, of the lowest rank.
-void check_losses(const World& world, const Settings& s, const std::vector<double>& losses, int64_t step) {
-  if (s.nonfinite != "error") return;
-  int64_t first = -1;
-  for (size_t i = losses.size(); i-- > 0;) {
-    if (!std::isfinite(losses[i])) first = static_cast<int64_t>(i);
-  }
-  const auto all = everybodys(world, first, "losses that are not finite");
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank] < 0) continue;
-    throw Error(world.rank(), "step " + std::to_string(step) + ": the loss of micro-batch " +
-                                  std::to_string(all[rank]) + " on rank " + std::to_string(rank) +
-                                  " is not finite (--nonfinite error)");
-  }
-}
-
 nlohmann::ordered_json or_null(double value) {
   return std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
 }
 
-// What the engine's communication cost this rank in the steps that are counted: from the second on, which finds its buckets.
-class WireAccount {
- public:
-  explicit WireAccount(const World& world) : world_(world) {}
-
-  void begin() { before_ = wire_counts(world_); }
-  void end() {
-    if (steps_++ == 0) return;
-    const Wire::Counts now = wire_counts(world_);
-    for (size_t kind = 0; kind < now.size(); ++kind) {
-      const Wire::Count more = now[kind] - before_[kind];
-      Wire::Count& sum = sums_[kind];
-      sum = {sum.rounds + more.rounds, sum.messages + more.messages, sum.bytes + more.bytes, sum.waits + more.waits,
-             sum.blocked + more.blocked};
-    }
-  }
-
-  nlohmann::ordered_json to_json() const {
-    const double steps = static_cast<double>(std::max<int64_t>(1, steps_ - 1));
-    nlohmann::ordered_json kinds;
-    double bytes = 0;
-    constexpr std::array names = {"data", "control", "gather", "store"};
-    for (size_t kind = 0; kind < names.size(); ++kind) {
-      const Wire::Count& sum = sums_[kind];
-      const auto each = [&](int64_t count) { return static_cast<double>(count) / steps; };
-      bytes += each(sum.bytes);
-      kinds[names[kind]] = {{"rounds", each(sum.rounds)},
-                            {"messages", each(sum.messages)},
-                            {"bytes", each(sum.bytes)},
-                            {"waits", each(sum.waits)},
-                            {"blocked", each(sum.blocked)}};
-    }
-    nlohmann::ordered_json all = {{"blocking_waits_per_step", kinds["control"]["waits"]},
-                                  {"control_rounds_per_step", kinds["control"]["rounds"]},
-                                  {"bytes_per_step", bytes}};
-    all.update(kinds);
-    return all;
-  }
-
- private:
-  const World& world_;
-  Wire::Counts before_{}, sums_{};
-  int64_t steps_ = 0;
+// The parts that a step passes through.
+struct Parts {
+  Engine& engine;
+  Job& job;
+  Checkpoints& checkpoints;
+  Recorder& recorder;
+  Verifier& verifier;
 };
+
+StepInfo try_step(const Parts& parts, const Settings& s, int64_t samples, const std::vector<model::Batch>& batches,
+                  std::vector<double>& losses) {
+  const World& world = parts.engine.world();
+  const int64_t step = parts.engine.steps();
+  parts.engine.zero_grad();
+  for (size_t i = 0; i < batches.size(); ++i) {
+    parts.verifier.before(step, static_cast<int64_t>(i));
+    losses.push_back(parts.job.run(batches[i], static_cast<int64_t>(i)));
+  }
+  parts.verifier.after(step, samples);
+  if (s.nonfinite == "error") check_losses(world, losses, step);
+  const Timeline::Scope scope(timeline_of(world), "program", [] { return "step"; });
+  return parts.checkpoints.step();
+}
+
+// One step of the run; `losses` of its micro-batches here. A failure is recorded where it is asked for, and a NaN or an inf
+// followed to its origin.
+StepInfo take_step(const Parts& parts, const Settings& s, int64_t samples, std::vector<double>& losses) {
+  const std::vector<model::Batch> batches = parts.job.batches(samples);
+  const std::vector<at::Tensor> generators =
+      s.record.empty() && !s.trace_nonfinite ? std::vector<at::Tensor>() : generator_states();
+  parts.recorder.begin(samples, batches, generators);
+  try {
+    try {
+      return try_step(parts, s, samples, batches, losses);
+    } catch (const NotFinite& error) {
+      if (!s.trace_nonfinite) throw;
+      const std::string origin = trace_origin(parts.engine, parts.job, batches, generators, parts.engine.steps());
+      throw Error(std::string(without_prefix(error.what())) + "; " + origin);
+    }
+  } catch (const std::exception& error) {
+    parts.recorder.write(error.what());
+    throw;
+  }
+}
 
 // On rank 0.
 void write_trace(const std::string& path, const std::string& trace) {
@@ -277,23 +164,10 @@ void write_trace(const std::string& path, const std::string& trace) {
 int train(const World& world, const Settings& s, const model::Task& task) {
   const int ranks = world.size();
   check_world(s, ranks);
-  const at::Device device =
-      s.device == "cuda"
-          ? at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(world.local_rank() % torch::cuda::device_count()))
-          : at::Device(at::kCPU);
+  const at::Device device = device_of(s, world);
   const int64_t before = quiet_tensor_bytes(world);
-  model::Gpt model(model::GptSize{.layers = s.layers,
-                                  .heads = s.heads,
-                                  .width = s.width,
-                                  .context = s.context,
-                                  .vocabulary = task.vocabulary(),
-                                  .experts = s.model == "moe" ? s.experts : 0,
-                                  .top_k = s.top_k},
-                   static_cast<uint64_t>(s.seed));
-  model->to(device, s.dtype == "bf16" ? at::kBFloat16 : s.dtype == "f16" ? at::kHalf : at::kFloat);
-  if (s.dtype != "f32") model->sum_experts_in(at::kFloat);
-  if (s.recompute) model->recompute_blocks();
-  Engine engine(world, *model, AdamW{.lr = s.lr, .beta2 = 0.99, .weight_decay = s.weight_decay}, engine_options(s));
+  model::Gpt model = build_model(s, task.vocabulary(), device);
+  Engine engine(world, *model, optimizer_of(s), engine_options(s));
 
   const ModelShape shape = shape_of(*model);
   const int64_t params = shape.params();
@@ -303,10 +177,11 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                 std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") + " (" + s.strategy + ", " + world.backend() +
                 ", " + s.dtype + ")");
 
-  const int64_t micros = micro_batches(s, ranks);
-  const int64_t micro = s.batch / (ranks * micros);  // samples
+  Job job(s, task, engine, model);
   const int64_t eval_every = s.eval_every >= 0 ? s.eval_every : s.steps >= 100 ? s.steps / 10 : 0;
   Checkpoints checkpoints(engine, s);
+  Recorder recorder(engine, s, task.vocabulary());
+  Verifier verifier(engine, job, s.verify);
   int64_t samples = checkpoints.resume();
   const int64_t resumed = engine.steps();
   const auto begun = Clock::now();
@@ -318,28 +193,9 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   for (int64_t step = resumed; step < s.steps && signal == 0; ++step) {
     const auto start = Clock::now();
     wire.begin();
-    engine.zero_grad();
     std::vector<double> losses;
-    for (int64_t i = 0; i < micros; ++i) {
-      const int64_t first = (world.rank() * micros + i) * micro;
-      const auto forward = Clock::now();
-      const auto loss = model::loss_of(model, to(task.batch(samples / s.batch, first, micro), device));
-      timeline.span("program", "forward", forward);
-      const Timeline::Scope backward(timeline, "program", [] { return "backward"; });
-      const auto part = engine.scale(loss / static_cast<double>(micros));
-      if (i + 1 < micros) {
-        const auto quiet = engine.no_sync();
-        part.backward();
-      } else {
-        part.backward();
-      }
-      losses.push_back(loss.item<double>());
-    }
-    check_losses(world, s, losses, step);
-    const auto stepping = Clock::now();
-    const StepInfo info = checkpoints.step();
+    const StepInfo info = take_step({engine, job, checkpoints, recorder, verifier}, s, samples, losses);
     samples += s.batch;
-    timeline.span("program", "step", stepping);
     wire.end();
     Shared all = share(world, losses, step);
     signal = all.signal;

@@ -25,6 +25,11 @@ struct Saving::Item {
   bool whole() const { return begin == 0 && end == tensor.numel(); }
 };
 
+struct Saving::Taken {
+  std::vector<Item> items;
+  save::Manifest manifest;
+};
+
 namespace {
 
 std::string file_of(Kind kind) {
@@ -290,33 +295,49 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   prepare(folder);
   folder_ = folder;
   keep_ = options.keep;
-  at::NoGradGuard no_grad;
-  std::vector<Item> items;
-  save::Manifest mine;
+  Taken taken;
   // From here on a failure is this rank's word when the ranks speak next.
   const std::string failure = attempt([&] {
                                 if (impl_.units) impl_.units->begin_update();
-                                std::deque<Bucket>& buckets = impl_.reducer->buckets();
-                                for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
                                 road_of(impl_.world).pass(Point::snapshot);
-                                items = snapshot(options, outer, copy);
-                                mine = manifest(options, outer);
-                                for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
+                                taken = take(options, outer, copy);
                                 return std::string();
                               }).error;
   if (impl_.units) impl_.units->end_update();
   phase_ = Phase::writing;
-  const std::string end = "-" + numbered(impl_.world.rank()) + "-of-" + numbered(impl_.world.size()) + ".safetensors";
-  task_ = std::make_unique<Task>([items = std::move(items), mine = std::move(mine), path = path_, end, failure,
-                                  &road = road_of(impl_.world)]() mutable {
-    if (!failure.empty()) throw std::runtime_error(failure);
-    road.pass(Point::write);
-    std::map<std::string, std::vector<Item>> files;
-    for (Item& item : items) files[file_of(item.tensor.kind)].push_back(std::move(item));
-    items.clear();
-    for (const auto& [name, members] : files) write_file(path, name + end, members, mine);
-    return mine.write();
-  });
+  task_ = std::make_unique<Task>(
+      [taken = std::move(taken), path = path_, end = ending(), failure, &road = road_of(impl_.world)]() mutable {
+        if (!failure.empty()) throw std::runtime_error(failure);
+        road.pass(Point::write);
+        return write(std::move(taken), path, end);
+      });
+}
+
+std::string Saving::write_alone(const std::string& folder, int64_t samples) {
+  return write(take({.samples = samples}, nullptr, Copy::no), folder, ending());
+}
+
+// What this rank is to write, as it is now.
+Saving::Taken Saving::take(const SaveOptions& options, const Outer* outer, Copy copy) {
+  at::NoGradGuard no_grad;
+  std::deque<Bucket>& buckets = impl_.reducer->buckets();
+  for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
+  Taken taken{snapshot(options, outer, copy), manifest(options, outer)};
+  for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
+  return taken;
+}
+
+// The files of one rank; the text of its manifest.
+std::string Saving::write(Taken taken, const std::string& path, const std::string& end) {
+  std::map<std::string, std::vector<Item>> files;
+  for (Item& item : taken.items) files[file_of(item.tensor.kind)].push_back(std::move(item));
+  taken.items.clear();
+  for (const auto& [name, members] : files) write_file(path, name + end, members, taken.manifest);
+  return taken.manifest.write();
+}
+
+std::string Saving::ending() const {
+  return "-" + numbered(impl_.world.rank()) + "-of-" + numbered(impl_.world.size()) + ".safetensors";
 }
 
 void Saving::go_on(Wait wait) {

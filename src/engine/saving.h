@@ -45,11 +45,18 @@ class Saving {
   void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy);
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
+  // Alone, where the others may be gone: this rank's part, at once, into files of a folder that is there. The text of its
+  // manifest; those of all ranks, joined, are a checkpoint's.
+  std::string write_alone(const std::string& folder, int64_t samples);
   // The path of the last checkpoint that was completed; empty: none was.
   std::string finish();
 
  private:
   struct Item;
+  struct Taken;
+  Taken take(const SaveOptions& options, const Outer* outer, Copy copy);
+  static std::string write(Taken taken, const std::string& path, const std::string& end);
+  std::string ending() const;
   std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy);
   static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
   save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;

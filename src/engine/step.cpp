@@ -3,10 +3,12 @@
 #include <ATen/ATen.h>
 
 #include "engine/impl.h"
+#include "engine/not_finite.h"
 #include "engine/saving.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
 #include "world/road.h"
+#include "world/strike.h"
 #include "world/timeline.h"
 
 namespace plumb {
@@ -62,6 +64,7 @@ StepInfo Engine::Impl::begin_step() {
 void Engine::Impl::end_step() {
   in_step = false;
   road_of(world).pass(Point::publish);
+  if (strikes::flips(world.rank(), Point::publish)) flip_a_bit(parameters[0].second);
   std::vector<bool> active;
   for (const Sink& sink : reducer->sinks()) {
     active.push_back(!skipped && sink.grad().defined());
@@ -132,9 +135,9 @@ void Engine::Impl::refuse_nonfinite() {
     names += (names.empty() ? "'" : ", '") + sink.name + "'";
   }
   if (units) units->end_update();
-  throw Error(world.rank(), "step " + std::to_string(reducer->steps()) + ": the gradient of " + names +
-                                (count > most ? " and " + std::to_string(count - most) + " more" : "") +
-                                " is not finite, and Options::nonfinite is error: nothing was updated");
+  throw NotFinite(world.rank(), "step " + std::to_string(reducer->steps()) + ": the gradient of " + names +
+                                    (count > most ? " and " + std::to_string(count - most) + " more" : "") +
+                                    " is not finite, and Options::nonfinite is error: nothing was updated");
 }
 
 void Engine::Impl::check_capture() const {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <ranges>
 
+#include "world/strike.h"
 #include "world/timeline.h"
 
 namespace plumb {
@@ -110,6 +111,8 @@ at::Tensor Reducer::before_accumulation(Sink& sink, const at::Tensor& gradient) 
   check_alive();
   const bool frozen = !sink.parameter.requires_grad();  // since the forward: autograd drops its gradient
   join_pass(sink, gradient.defined() && !frozen);
+  if (gradient.defined() && strikes::flips(team_.rank(), Point::hook)) flip_a_bit(gradient);
+  if (on_gradient && gradient.defined() && !frozen) on_gradient(sink, gradient);
   return frozen ? gradient : summing_->accept(*pass_, sink, gradient);
 }
 

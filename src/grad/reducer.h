@@ -133,6 +133,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // Called when a pass opens, before anything is added to a gradient.
   std::function<void()> on_open;
   Fault fault = Fault::none;  // for tests
+  // A gradient as autograd hands it over, before anything is done to it.
+  std::function<void(const Sink&, const at::Tensor&)> on_gradient;
 
  private:
   // Entrances.

@@ -79,7 +79,7 @@ void Road::pass(Point point, int64_t step, int64_t pass, int64_t index) {
   footprint_->pass.store(pass, relaxed);
   footprint_->index.store(index, relaxed);
   footprint_->point.store(static_cast<int64_t>(point), relaxed);
-  if (strikes::armed.load(relaxed)) strikes::look(rank_, point);
+  if (strikes::armed.load(std::memory_order_acquire)) strikes::look(rank_, point);
 }
 
 void Road::pass(Point point) {

@@ -3,20 +3,26 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
+#include <string_view>
 
 #include "plumb/error.h"
 
 namespace plumb {
 namespace {
 
+constexpr std::array<std::string_view, 5> kKinds = {"none", "kill", "stop", "throw", "flip"};  // as in Strike::Kind
+
 [[noreturn]] void refuse(const std::string& text, const std::string& why) {
-  throw Error("PLUMB_FAULT is '" + text + "': " + why +
-              "; write it as rank=1,point=gather:3,kind=kill (or stop, throw), with ';' between the strikes of a run's "
-              "lives");
+  throw Error(
+      "PLUMB_FAULT is '" + text + "': " + why +
+      "; write it as rank=1,point=gather:3,kind=kill (or stop, throw, flip), with ';' between the strikes of a run's "
+      "lives");
 }
 
 int64_t number_in(const std::string& text, const std::string& digits, int64_t least) {
@@ -53,14 +59,17 @@ Strike read_strike(const std::string& text, const std::string& part) {
       const size_t colon = value.find(':');
       strike.point = point_in(text, value.substr(0, colon));
       if (colon != std::string::npos) strike.number = number_in(text, value.substr(colon + 1), 1);
-    } else if (name == "kind" && (value == "kill" || value == "stop" || value == "throw")) {
-      strike.kind = value == "kill" ? Strike::Kind::kill : value == "stop" ? Strike::Kind::stop : Strike::Kind::raise;
+    } else if (const auto kind = std::ranges::find(kKinds, value); name == "kind" && kind != kKinds.end()) {
+      strike.kind = static_cast<Strike::Kind>(kind - kKinds.begin());
     } else {
       refuse(text, "'" + field + "' says nothing");
     }
   }
   if (!rank || strike.point == Point::none || strike.kind == Strike::Kind::none) {
     refuse(text, "rank, point and kind are needed");
+  }
+  if (strike.kind == Strike::Kind::flip && strike.point != Point::hook && strike.point != Point::publish) {
+    refuse(text, "a bit can be flipped at hook and publish");
   }
   return strike;
 }
@@ -69,6 +78,7 @@ std::mutex mutex;
 std::string armed_text;  // PLUMB_FAULT as it was read
 Strike ours;
 std::atomic<int64_t> passed{0};
+std::atomic<bool> flip{false};
 
 }  // namespace
 
@@ -103,14 +113,27 @@ void arm_strike() {
   strikes::armed = ours.kind != Strike::Kind::none;
 }
 
+bool strikes::flip_now(int rank, Point point) {
+  return rank == ours.rank && point == ours.point && flip.exchange(false);
+}
+
+void flip_a_bit(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0 || tensor.storage().nbytes() == 0) return;
+  // Of the mantissa, past everything that counts versions.
+  static_cast<uint8_t*>(tensor.data_ptr())[tensor.element_size() / 2 - 1] ^= 0x40;
+}
+
 void strikes::look(int rank, Point point) {
   if (rank != ours.rank || point != ours.point || ++passed != ours.number) return;
-  constexpr const char* kinds[] = {"none", "kill", "stop", "throw"};
   const std::string place = std::string(name_of(point)) + ":" + std::to_string(ours.number);
   const std::string line = "plumb: PLUMB_FAULT strikes rank " + std::to_string(rank) + " at " + place + ": " +
-                           kinds[static_cast<int>(ours.kind)] + "\n";
+                           std::string(kKinds[static_cast<size_t>(ours.kind)]) + "\n";
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line.data(), line.size());
   if (ours.kind == Strike::Kind::raise) throw Error(rank, "PLUMB_FAULT asked for an error at " + place);
+  if (ours.kind == Strike::Kind::flip) {
+    flip = true;
+    return;
+  }
   raise(ours.kind == Strike::Kind::kill ? SIGKILL : SIGSTOP);
 }
 

@@ -3,6 +3,8 @@
 // with ';' between them, are for one life each of a run that is restarted.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -13,7 +15,9 @@
 namespace plumb {
 
 struct Strike {
-  enum class Kind { none, kill, stop, raise };  // "none" for a life without; "throw" is an Error
+  // "none" for a life without; "throw" is an Error; "flip" changes a bit, at the points that have numbers: a gradient as it
+  // comes (hook), a parameter as it was updated (publish).
+  enum class Kind { none, kill, stop, raise, flip };
   int rank = 0;
   Point point = Point::none;
   int64_t number = 1;  // the how manieth time, from 1
@@ -33,6 +37,11 @@ void arm_strike();
 namespace strikes {
 extern std::atomic<bool> armed;
 void look(int rank, Point point);  // strikes, if it is the one
+bool flip_now(int rank, Point point);
+// Whether a bit is to be flipped at the point that was passed last.
+inline bool flips(int rank, Point point) { return armed.load(std::memory_order_acquire) && flip_now(rank, point); }
 }  // namespace strikes
+
+void flip_a_bit(const at::Tensor& tensor);
 
 }  // namespace plumb

@@ -1,0 +1,30 @@
+// The checkpoints of one run, as its flags ask for them.
+#pragma once
+
+#include <cstdint>
+
+#include "cli/settings.h"
+#include "plumb/engine.h"
+#include "plumb/save.h"
+
+namespace plumb::cli {
+
+class Checkpoints {
+ public:
+  Checkpoints(Engine& engine, const Settings& settings) : engine_(engine), settings_(settings) {}
+
+  // Where the data goes on: samples that were used by the runs before this one. Collective, as everything here.
+  int64_t resume();
+  // After a step: in the background, at the end of the run at once.
+  void after(int64_t step, int64_t samples, bool last);
+  // A step, which may learn that the last checkpoint failed.
+  StepInfo step();
+
+ private:
+  void complain(const SaveError& error) const;
+
+  Engine& engine_;
+  const Settings& settings_;
+};
+
+}  // namespace plumb::cli

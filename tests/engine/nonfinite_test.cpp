@@ -1,0 +1,99 @@
+// A gradient that is not finite, on one rank: all of them end the step, leave it out, or take it, as Options::nonfinite says.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "engine/support/plain.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::vector<at::Tensor> ones(double value) {
+  std::vector<at::Tensor> all;
+  for (const auto* shapes : {&Parts::kInside, &Parts::kOutside}) {
+    for (const auto& shape : *shapes) all.push_back(at::full(shape, value, at::kDouble));
+  }
+  return all;
+}
+
+class NonFiniteIn : public testing::TestWithParam<std::tuple<std::string, double>> {
+ protected:
+  // Good, bad on rank 1 alone, good: gradients of 2, 2 with one `bad`, 5.
+  void plays(NonFinite what, const std::function<void(Engine&, const World&)>& at_the_bad_step, double drop) {
+    run_local(2, [&](World world) {
+      Parts model(5);
+      std::vector<at::Tensor> before;
+      for (const auto& p : model.parameters()) before.push_back(p.detach().clone());
+      Options options;
+      options.strategy = std::get<0>(GetParam());
+      options.nonfinite = what;
+      options.bucket_bytes = options.first_bucket_bytes = 200;
+      Engine engine(world, model, SGD{.lr = 1}, options);
+      engine.backward(model.loss(ones(2)));
+      EXPECT_FALSE(engine.step().skipped);
+      engine.zero_grad();
+      auto bad = ones(2);
+      if (world.rank() == 1) bad[3].view(-1)[0] = std::get<1>(GetParam());
+      engine.backward(model.loss(bad));
+      at_the_bad_step(engine, world);
+      engine.zero_grad();
+      engine.backward(model.loss(ones(5)));
+      EXPECT_FALSE(engine.step().skipped);
+      const auto parameters = model.parameters();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_LT(distance(engine.full_parameter(parameters[i]), before[i] - drop), 1e-12)
+            << "rank " << world.rank() << ", parameter " << i;
+      }
+    });
+  }
+};
+
+TEST_P(NonFiniteIn, SkipLeavesTheUpdateOutOnEveryRank) {
+  plays(
+      NonFinite::skip,
+      [](Engine& engine, const World&) {
+        EXPECT_TRUE(engine.step().skipped);
+        EXPECT_EQ(engine.steps(), 2);  // it counts, as for a schedule
+      },
+      7);
+}
+
+TEST_P(NonFiniteIn, ErrorNamesStepAndParameterOnEveryRankAndChangesNothing) {
+  plays(
+      NonFinite::error,
+      [](Engine& engine, const World& world) {
+        try {
+          engine.step();
+          ADD_FAILURE() << "no error on rank " << world.rank();
+        } catch (const Error& error) {
+          EXPECT_THAT(error.what(), AllOf(HasSubstr("step 1: the gradient of '"), HasSubstr("is not finite"),
+                                          HasSubstr("nothing was updated")));
+          EXPECT_THAT(error.what(), testing::Not(HasSubstr("', '"))) << "one parameter alone";
+        }
+        EXPECT_EQ(engine.steps(), 1);
+      },
+      7);
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, NonFiniteIn,
+                         testing::Combine(testing::Values("ddp", "zero1", "zero2", "zero3"),
+                                          testing::Values(std::numeric_limits<double>::quiet_NaN(),
+                                                          -std::numeric_limits<double>::infinity())));
+
+TEST(NonFinite, ProceedTakesTheStepAsItIs) {
+  run_local(2, [](World world) {
+    at::Tensor weight = at::ones({4}, at::kDouble).requires_grad_();
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, Options{});
+    engine.backward((weight * (world.rank() == 1 ? NAN : 1.0)).sum());
+    EXPECT_FALSE(engine.step().skipped);
+    EXPECT_TRUE(weight.isnan().all().item<bool>());
+  });
+}
+
+}  // namespace
+}  // namespace plumb
