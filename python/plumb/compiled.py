@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._subclasses.meta_utils as _descriptions
 
-from . import _C, units
+from . import _C, compiled_units
 
 #: Whether gradients are delivered inside of the backwards that are compiled from now on.
 deliver_inside = True
@@ -188,6 +188,7 @@ def aot_eager_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) 
     """``backend="plumb_aot_eager"``: graphs with deliveries, run operator by operator; for debugging."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def backward(module: torch.fx.GraphModule, inputs: Any) -> Any:
         insert_deliveries(module.graph)
@@ -195,9 +196,13 @@ def aot_eager_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) 
         return make_boxed_func(module.forward)
 
     def forward(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        if compiled_units.insert_gathers(module.graph):  # a graph without a backward
+            module.recompile()
         return make_boxed_func(module.forward)
 
-    compiled: Any = aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+    compiled: Any = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition
+    )(graph, inputs)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -205,6 +210,19 @@ def aot_eager_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) 
 
 
 _installed = False
+_kept_out = False
+
+
+def _keep_out() -> None:
+    """What steps and settles is the host's business: a compiled function that calls it breaks its graph there, once."""
+    global _kept_out
+    if _kept_out:
+        return
+    _kept_out = True
+    from torch._dynamo import trace_rules
+
+    for name in ("engine", "optim", "fsdp_optim"):
+        trace_rules.add(f"{__package__}.{name}")
 
 
 def _install() -> None:
@@ -213,6 +231,7 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
+    _keep_out()
     import torch._inductor.config as config
     from torch._dynamo.backends.registry import list_backends, register_backend
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -224,23 +243,26 @@ def _install() -> None:
         def __call__(self, graph: torch.fx.Graph) -> None:
             for other in others:
                 other(graph)
+            compiled_units.insert_gathers(graph)  # of a graph without a backward
             insert_deliveries(graph)
 
         def uuid(self) -> Any:
             theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in others]
-            return None if None in theirs else (get_hash_for_files((__file__,)), deliver_inside, *theirs)
+            mine = get_hash_for_files((__file__, compiled_units.__file__))
+            return None if None in theirs else (mine, deliver_inside, *theirs)
 
-    for hook in (units._Enter, units._Leave):
-        hook.__call__ = torch._dynamo.disable(  # type: ignore[method-assign,no-untyped-call]
-            hook.__call__,
-            reason="plumb gathers and releases a unit's sharded parameters around its forward, outside of compiled graphs:"
-            " compile without fullgraph=True, or each unit by itself (module.compile())",
-        )
+    compiled_units.install()
     config.post_grad_custom_post_pass = Deliveries()
     known = list_backends(exclude_tags=())
     for name, function in (("plumb", backend), ("plumb_aot_eager", aot_eager_backend)):
         if name not in known:
             register_backend(function, name=name)
+
+
+def forget_graphs() -> None:
+    """A model has units from now on: what was compiled before knows nothing of them, and torch's guards do not look at hooks."""
+    if "torch._dynamo.convert_frame" in sys.modules and torch._dynamo.convert_frame.input_codes.seen:
+        torch._dynamo.reset_code_caches()
 
 
 _safe_grad = _descriptions.safe_grad
@@ -271,6 +293,8 @@ def _refuse_piece() -> None:
 
 def watch() -> None:
     """From now on a compiler that looks at a tensor learns what it must; until one does, this costs nothing."""
+    if "torch._dynamo.trace_rules" in sys.modules:
+        _keep_out()
     if _descriptions.safe_grad is _describable_grad:
         return
     _descriptions.safe_grad = _describable_grad  # type: ignore[assignment]

@@ -61,7 +61,7 @@ class Reducer:
         return ddp.engine._engine
 
     def _rebuild_buckets(self) -> bool:
-        if self._told_of_rebuild or not self._native.rebuilt:
+        if torch.compiler.is_compiling() or self._told_of_rebuild or not self._native.rebuilt:
             return False
         self._told_of_rebuild = True
         return True

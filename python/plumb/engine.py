@@ -175,8 +175,10 @@ class Engine:
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
         self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
         remember(self)
-        for door, (unit, _) in zip(doors, own, strict=True):
-            self._handles += _units.hook(unit, door)
+        for door, (unit, parameters) in zip(doors, own, strict=True):
+            self._handles += _units.hook(unit, door, parameters)
+        if own:
+            compiled.forget_graphs()
         if isinstance(optimizer, torch.optim.Optimizer):
             if owns:
                 self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -98,6 +99,7 @@ def spawn(
 def _rank(
     pipe: Connection, start: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], threads: int
 ) -> None:
+    gc.freeze()  # what the caller left as garbage is not a rank's to collect: its threads did not come along
     os.environ.update(env)
     torch.set_num_threads(threads)
     status = 0

@@ -32,8 +32,9 @@ def unit(module: M) -> M:
 class _Hook:
     """Enters or leaves a unit. A copy of the module (deepcopy, pickle) is no unit any more."""
 
-    def __init__(self, door: Door | None = None) -> None:
+    def __init__(self, door: Door | None = None, parameters: list[torch.Tensor] | None = None) -> None:
         self.door = door
+        self.parameters = parameters or []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
         return type(self)()
@@ -120,9 +121,9 @@ def own_parameters(root: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Mod
     return result
 
 
-def hook(module: nn.Module, door: Door) -> list[torch.utils.hooks.RemovableHandle]:
+def hook(module: nn.Module, door: Door, parameters: list[torch.Tensor]) -> list[torch.utils.hooks.RemovableHandle]:
     """Opens the unit before everything else that runs around its forward, and closes it after, also after an exception."""
     return [
-        module.register_forward_pre_hook(_Enter(door), prepend=True),
+        module.register_forward_pre_hook(_Enter(door, parameters), prepend=True),
         module.register_forward_hook(_Leave(door), always_call=True),
     ]

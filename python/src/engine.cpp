@@ -9,6 +9,7 @@
 #include "engine/impl.h"
 #include "engine/outputs.h"
 #include "grad/piece.h"
+#include "unit/inside.h"
 #include "unit/units.h"
 
 namespace plumb::python {
@@ -237,6 +238,11 @@ void bind_engine(py::module_& module) {
     const OutputCounts counts = output_counts();
     return std::pair(counts.handed_over, counts.handed_back);
   });
+  module.def("graph_gathers", [] {
+    const inside::Counts counts = inside::counts();
+    return std::tuple(counts.gathers, counts.bytes, counts.most_bytes);
+  });
+  module.def("forget_most_gathered", &inside::forget_most);
   using Self = EngineObject;
   py::class_<Self> engine(module, "Engine");
   engine.def(py::init(&build), "world"_a, "parameters"_a, "buffers"_a, "units"_a, "optimizer"_a, "options"_a)

@@ -110,6 +110,8 @@ void install(const std::weak_ptr<Units>& units) {
   install();
 }
 
+std::shared_ptr<Units> owner_of(const c10::StorageImpl* storage) { return everybody().home_of(storage); }
+
 void push(Scope scope) {
   backward::begin_saving();
   stack.push_back({std::move(scope)});

@@ -20,6 +20,9 @@ using Hooks = std::unique_ptr<torch::autograd::SavedVariableHooks>;
 void install();
 void install(const std::weak_ptr<Units>& units);
 
+// The units of the engine that has a parameter's memory; null: none.
+std::shared_ptr<Units> owner_of(const c10::StorageImpl* storage);
+
 // A use of a unit, or, with -1, of single parameters.
 struct Scope {
   std::weak_ptr<Units> units;

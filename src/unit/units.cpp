@@ -51,7 +51,7 @@ struct Units::ReaderHook final : torch::autograd::FunctionPostHook {
 
 Units::Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer)
     : owner_(std::move(reducer)), reducer_(*owner_), specs_(std::move(specs)),
-      ahead_bytes_(reducer_.options().gather_ahead_bytes) {
+      ahead_bytes_(reducer_.options().gather_ahead_bytes), handed_out_(std::make_shared<std::atomic<int64_t>>(0)) {
   for (Bucket& bucket : reducer_.buckets()) {
     if (bucket.unit < 0) continue;
     Home& home = homes_.emplace_back();
@@ -421,6 +421,23 @@ void Units::release(Home& home) {
   home.full = false;
 }
 
+// A whole home's memory, as somebody else's from now on. A copy of it where others read it, too, or where kernels may.
+c10::DataPtr Units::take_memory(Home& home) {
+  c10::StorageImpl& storage = *home.whole.storage().unsafeGetStorageImpl();
+  if (home.holds == 0 && home.readers.empty() && home.whole.is_cpu()) {
+    withdraw(home);
+    c10::DataPtr memory = storage.set_data_ptr(storage.allocator()->allocate(0));
+    empty_storage(storage, "plumb: released");
+    home.full = home.ahead = false;
+    return memory;
+  }
+  home.lanes.begin_part(home.whole.device());
+  at::Tensor copy = home.whole.clone();
+  home.lanes.end_part(home.whole.device());
+  c10::StorageImpl& other = *copy.storage().unsafeGetStorageImpl();
+  return other.set_data_ptr(other.allocator()->allocate(0));
+}
+
 void Units::release_if_idle(Home& home) {
   if (!home.full || home.ahead || home.holds > 0 || !home.readers.empty()) return;
   const bool recent = std::find(recent_.begin(), recent_.end(), home.bucket->unit) != recent_.end();
@@ -550,7 +567,7 @@ void Units::gather_together(int64_t ahead) {
 
 int64_t Units::gathered_bytes() const {
   Lock lock(mutex_);
-  int64_t bytes = 0;
+  int64_t bytes = *handed_out_;
   for (const Home& home : homes_) bytes += home.full ? home.bucket->numel * home.whole.element_size() : 0;
   return bytes;
 }

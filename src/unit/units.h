@@ -10,6 +10,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -78,6 +79,10 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   void need_storage(const c10::StorageImpl* storage);
   bool is_home(const c10::StorageImpl* storage) const { return homes_of_.contains(storage); }
 
+  // For a graph that knows when it is done with them: whole parameters, each in a storage of its own; their memory goes with the
+  // last of a bucket. (inside.cpp)
+  std::vector<at::Tensor> hand_out(const std::vector<at::Tensor>& parameters);
+
   void backward_ended(std::exception_ptr failure) override;
 
  private:
@@ -125,6 +130,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   bool owns_memory_of(const at::Tensor& parameter) const;
   Where gathering(const Home& home) const;
   void release(Home& home);
+  c10::DataPtr take_memory(Home& home);
   void release_ahead();
   void release_if_idle(Home& home);
   void need(Home& home);
@@ -155,6 +161,7 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   std::deque<int> recent_;                             // units the running backwards needed last
   std::map<const void*, std::vector<Home*>> hooked_;   // nodes that tell when they are done
   int tasks_ = 0;                                      // backwards under way
+  std::shared_ptr<std::atomic<int64_t>> handed_out_;   // bytes that graphs have
   int64_t gathers_ = 0;
 };
 

@@ -7,7 +7,7 @@ import pytest
 
 import plumb
 from plumb import compiled
-from stage import Block, Play, make
+from stage import Play, make
 from test_compiled import AOT_EAGER, engine_for
 
 
@@ -29,29 +29,6 @@ def compiled_autograd(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_compiled_autograd_is_refused_with_what_to_do(strategy: str) -> None:
     plumb.spawn(compiled_autograd, 2, (strategy,), timeout=100)
-
-
-def whole_graph(strategy: str) -> str:
-    world = plumb.World.join(backend="shm", timeout=30)
-    model = make()
-    with engine_for(model, strategy, world) as engine:
-        play = Play(torch.compile(model, backend=AOT_EAGER, fullgraph=True), world.rank, 2, 1.0, engine)
-        try:
-            play.backward(play.loss(0))
-        except Exception as error:
-            play = Play(torch.compile(model, backend=AOT_EAGER), world.rank, 2, 1.0, engine)
-            play.backward(play.loss(0))  # as the error says
-            engine.step()
-            assert engine.gathered_bytes == 0
-            return str(error)
-        return ""
-
-
-def test_a_whole_graph_is_refused_where_parameters_are_sharded() -> None:
-    for said in plumb.spawn(whole_graph, 2, ("zero3",), timeout=100):
-        assert "plumb gathers and releases a unit's sharded parameters" in said and "module.compile()" in said
-    for said in plumb.spawn(whole_graph, 2, ("zero2",), timeout=100):
-        assert said == ""
 
 
 def reads_pieces(backend: str) -> None:

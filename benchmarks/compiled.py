@@ -1,0 +1,207 @@
+"""Compiled training steps, Plumb beside its peers and beside its own eager, in one run.
+
+    PYTHONPATH=build/python python benchmarks/compiled.py [--rounds 12] [--steps 3] [--only plumb,ddp]
+
+Two ranks of one thread on this machine, a small GPT, AdamW. Every rank holds all variants, and they take their steps in turn: a
+round is a few steps of each, and a round's time of a variant is divided by that of ``plumb ddp, compiled`` (replicated) or
+``plumb zero3, compiled`` (sharded) in the same round, so that a busy machine slows all alike. Printed are the median times,
+the medians and quartiles of those ratios. ``--memory`` instead runs each variant in processes of its own and prints what a step takes
+at most above what the process has between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plumb
+from torch_peers import ADAMW, Block, Gpt, deepspeed, fsdp2, with_optimizer
+
+Step = tuple[Any, Callable[[torch.Tensor], None], Callable[[], None]]
+
+
+class Model(Gpt):  # type: ignore[misc]
+    LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 6, 4, 256, 64, 512
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **ADAMW)
+
+
+def engine(module: nn.Module, strategy: str) -> Step:
+    made = plumb.Engine(module, plumb.AdamW(lr=3e-4), strategy=strategy, units=[Block])
+
+    def finish() -> None:
+        made.step()
+        made.zero_grad()
+
+    return module, torch.Tensor.backward, finish
+
+
+def compiled(step: Step, **options: Any) -> Step:
+    return torch.compile(step[0], **options), step[1], step[2]
+
+
+def blocks_compiled(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
+    def made(module: Any) -> Step:
+        step = build(module)
+        for block in module.blocks:
+            block.compile()
+        return step
+
+    return made
+
+
+def ddp(module: nn.Module) -> Step:
+    step: Step = with_optimizer(nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True), optimizer_of(module))
+    return step
+
+
+def face(module: nn.Module) -> Step:
+    step: Step = with_optimizer(plumb.DistributedDataParallel(module, gradient_as_bucket_view=True), optimizer_of(module))
+    return step
+
+
+def deepspeed_compiled(stage: int) -> Callable[[nn.Module], Step]:
+    def build(module: nn.Module) -> Step:
+        made, backward, finish = deepspeed(module, stage)
+        made.compile()
+        return made, backward, finish
+
+    return build
+
+
+REPLICATED: dict[str, Callable[[Any], Step]] = {
+    "plumb ddp, compiled": lambda module: compiled(engine(module, "ddp")),
+    "plumb ddp, eager": lambda module: engine(module, "ddp"),
+    "plumb.DistributedDataParallel, compiled": lambda module: compiled(face(module)),
+    "torch DDP, compiled": lambda module: compiled(ddp(module)),
+    "torch DDP, eager": ddp,
+    "plumb zero2, compiled": lambda module: compiled(engine(module, "zero2")),
+    "DeepSpeed 2, compiled": deepspeed_compiled(2),
+}
+SHARDED: dict[str, Callable[[Any], Step]] = {
+    "plumb zero3, compiled": lambda module: compiled(engine(module, "zero3")),
+    "plumb zero3, one graph": lambda module: compiled(engine(module, "zero3"), fullgraph=True),
+    "plumb zero3, eager": lambda module: engine(module, "zero3"),
+    "FSDP2, compiled": lambda module: compiled(fsdp2(module)),
+    "FSDP2, blocks compiled": blocks_compiled(fsdp2),
+    "FSDP2, eager": fsdp2,
+    "DeepSpeed 3, compiled": deepspeed_compiled(3),
+}
+
+
+class Variant:
+    def __init__(self, build: Callable[[Any], Step]) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        module = Model()
+        torch.manual_seed(100 + dist.get_rank())
+        self.batches, self.done = Model.batches(), 0
+        self.model, self.backward, self.finish = build(module)
+        self.times: list[float] = []
+
+    def step(self) -> float:
+        loss = Model.loss(self.model, self.batches[self.done % len(self.batches)])
+        self.backward(loss)
+        self.finish()
+        self.done += 1
+        return float(loss.detach())
+
+    def round(self, steps: int) -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.times.append((time.perf_counter() - start) / steps)
+
+
+def begin() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    dist.init_process_group("gloo")
+    torch._dynamo.config.recompile_limit = 64
+
+
+def measure(rounds: int, steps: int, only: str) -> tuple[dict[str, list[float]], dict[str, float]]:
+    begin()
+    wanted = {name: build for name, build in {**REPLICATED, **SHARDED}.items() if any(word in name for word in only.split(","))}
+    variants, losses = {}, {}
+    for name, build in wanted.items():
+        try:
+            variants[name] = Variant(build)
+            losses[name] = [variants[name].step() for _ in range(3)][-1]
+        except Exception as error:  # noqa: BLE001  (a peer that does not run here is said, and left out)
+            if name.startswith("plumb"):
+                raise
+            variants.pop(name, None)
+            if dist.get_rank() == 0:
+                print(f"{name}: does not run here: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+    for number in range(rounds):
+        names = list(variants)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            variants[name].round(steps)
+    return {name: variant.times for name, variant in variants.items()}, losses
+
+
+def status(field: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def most_memory(name: str) -> float:
+    """MB that a step takes at most above what the process has between steps, once everything is compiled."""
+    begin()
+    variant = Variant({**REPLICATED, **SHARDED}[name])
+    for _ in range(4):
+        variant.step()
+    between = status("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak
+    for _ in range(4):
+        variant.step()
+    return status("VmHWM") - between
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} … {high:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", default="plumb,torch,FSDP2")
+    parser.add_argument("--memory", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.memory:
+        if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+        for name in {**REPLICATED, **SHARDED}:
+            if any(word in name for word in options.only.split(",")):
+                print(f"{name:42s} {max(plumb.spawn(most_memory, 2, (name,), timeout=600)):8.0f} MB", flush=True)
+        return
+    times, losses = plumb.spawn(measure, 2, (options.rounds, options.steps, options.only), timeout=3000)[0]
+    for group, against in ((REPLICATED, "plumb ddp, compiled"), (SHARDED, "plumb zero3, compiled")):
+        for name in group:
+            if name in times:
+                ratios = [one / other for one, other in zip(times[name], times[against], strict=True)]
+                print(f"{name:42s} {1e3 * statistics.median(times[name]):8.1f} ms  × {quartiles(ratios)}  loss {losses[name]:.4f}")
+
+
+if __name__ == "__main__":
+    main()
