@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Runs step.cpp's program and torch_peers.py side by side; prints a table per model and writes all samples as JSON.
+"""Runs step.cpp's program, torch_peers.py and python.py side by side; prints a table per model and writes all samples as JSON.
 
     make bench                          1 and 2 ranks on this CPU, one thread each; 2 over shared memory, and by TCP
     make bench ARGS="--device cuda"     1 rank on a GPU
+    make bench ARGS="--sides python"    Plumb's faces in Python and the peers they stand for, alone
     make bench ARGS=--quick             does it run at all; the figures mean nothing
 
 Every ratio is to the plain variant of the same language, from the same processes, where the variants take turns in
@@ -37,6 +38,19 @@ NAMES = {
     "ddp-zero": "DDP + ZeroRedundancyOptimizer",
     "ddp-zero-views": "the same, both with views",
     "fsdp2": "torch FSDP2 per block",
+    "engine-ddp": "**plumb.Engine** ddp",
+    "engine-zero1": "**plumb.Engine** zero1",
+    "engine-zero2": "**plumb.Engine** zero2",
+    "engine-zero3": "**plumb.Engine** zero3",
+    "fused-ddp": "**plumb.Engine** ddp, plumb.AdamW",
+    "fused-zero1": "**plumb.Engine** zero1, plumb.AdamW",
+    "fused-zero2": "**plumb.Engine** zero2, plumb.AdamW",
+    "fused-zero3": "**plumb.Engine** zero3, plumb.AdamW",
+    "face-ddp": "**plumb.DistributedDataParallel**",
+    "face-fsdp": "**plumb.fully_shard** per block",
+    "face-deepspeed-1": "**plumb.deepspeed** stage 1",
+    "face-deepspeed-2": "**plumb.deepspeed** stage 2",
+    "face-deepspeed-3": "**plumb.deepspeed** stage 3",
     "deepspeed-1": "DeepSpeed ZeRO-1",
     "deepspeed-2": "DeepSpeed ZeRO-2",
     "deepspeed-3": "DeepSpeed ZeRO-3",
@@ -52,7 +66,24 @@ class Side(NamedTuple):
     variants: list
 
 
-def sides_of(device, ranks):
+def python_sides(backends):
+    """Plumb from Python with the peers in the same processes. DeepSpeed, which changes torch, in processes of its own."""
+    strategies = ["ddp", "zero1", "zero2", "zero3"]
+    faces = [f"engine-{s}" for s in strategies] + [f"fused-{s}" for s in strategies] + ["face-ddp", "face-fsdp"]
+    faces += [f"face-deepspeed-{stage}" for stage in (1, 2, 3)]
+    return [
+        side
+        for backend in backends
+        for side in (
+            Side("python.py", backend, ["plain", *faces, "ddp", "ddp-views", "fsdp2"]),
+            Side("python.py", backend, ["plain", "deepspeed-1", "deepspeed-2", "deepspeed-3"]),
+        )
+    ]
+
+
+def sides_of(device, ranks, which):
+    if which == "python":
+        return python_sides(["nccl"] if device == "cuda" else ["gloo"] if ranks == 1 else ["shm", "gloo"])
     plumb = ["plain-fused", "plumb", "plumb-zero1", "plumb-zero2", "plumb-zero3"]
     peers = ["plain", "ddp", "ddp-views", "ddp-zero", "ddp-zero-views", "fsdp2"]
     if ranks == 1:
@@ -63,9 +94,11 @@ def sides_of(device, ranks):
         ]
     backends = ["shm", "tcp"] if device == "cpu" else ["nccl"]
     theirs = "gloo" if device == "cpu" else "nccl"
-    return [Side("bench_step", backend, plumb) for backend in backends] + [
+    return [
+        *(Side("bench_step", backend, plumb) for backend in backends),
         Side("torch_peers.py", theirs, peers),
         Side("torch_peers.py", theirs, ["plain", "deepspeed-1", "deepspeed-2", "deepspeed-3"]),
+        *(python_sides(["shm", "gloo"] if device == "cpu" else ["nccl"]) if which == "all" else []),
     ]
 
 
@@ -107,7 +140,7 @@ def command_of(side, args, model, variants, rounds, steps, warmup):
     cpp = side.program == "bench_step"
     program = [str(args.bin / side.program)] if cpp else [sys.executable, str(HERE / side.program)]
     options = {"model": model, "device": args.device, "variants": ",".join(variants)}
-    options |= {"backend": side.backend} if cpp and side.backend else {}
+    options |= {"backend": side.backend} if side.program != "torch_peers.py" and side.backend else {}
     options |= {"rounds": rounds, "steps": steps, "warmup": warmup}
     return program + [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
@@ -128,7 +161,7 @@ def compare(results, variant, against):
 
 
 def measure(args, model, ranks):
-    sides = sides_of(args.device, ranks)
+    sides = sides_of(args.device, ranks, args.sides)
     here = [i for i, side in enumerate(sides) if installed(side)]
     results = {i: [] for i in here}
     for number in range(args.passes):
@@ -222,6 +255,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", help="numbers of ranks, by commas (1,2 on the CPU; 1 on cuda)")
     parser.add_argument("--models", default="gpt,tiny")
+    parser.add_argument("--sides", choices=["all", "steps", "python"], default="all", help="C++ beside peers, Python, or both")
     parser.add_argument("--passes", type=int, default=3, help="fresh processes of each side, in turn")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant per pass")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
@@ -232,7 +266,7 @@ def main():
     args = parser.parse_args()
     if args.quick:
         args.passes, args.rounds, args.steps, args.warmup = 1, 2, 5, 3
-    if not (args.bin / "bench_step").exists():
+    if args.sides != "python" and not (args.bin / "bench_step").exists():
         sys.exit(f"bench: no bench_step in {args.bin}; run `scripts/build build bench_step`, or pass --bin")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the ranks along

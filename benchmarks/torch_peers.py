@@ -139,7 +139,7 @@ def ddp_zero(module, views):
     return with_optimizer(model, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **options))
 
 
-def fsdp2(module):
+def fsdp2(module, fully_shard=fully_shard):
     mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
     for block in module.blocks:
         fully_shard(block, mesh=mesh)

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._C import Error
-from .fsdp_module import _UNIT, FSDPModule, unit_of
+from .fsdp_module import _UNIT, FSDPModule, Misuse, unit_of
 from .fsdp_optim import watch_optimizers
 from .fsdp_unit import Unit
 from .sharded import Cut, Place, Sharded, ShardedParameter, sharded_of
@@ -120,6 +121,8 @@ def fully_shard(
     return module
 
 
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # as torch's has it
+
 # ---- arguments
 
 
@@ -135,7 +138,10 @@ def _check_modules(modules: list[Any]) -> None:
                 " modules inside, or pass them as a list"
             )
         if unit_of(module) is not None:
-            raise ValueError(f"fully_shard has already been applied to this {type(module).__name__}; call it once per module")
+            raise Misuse(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been"
+                f" applied to this {type(module).__name__}"
+            )
 
 
 def _default_mesh() -> DeviceMesh:
@@ -150,7 +156,7 @@ def _default_mesh() -> DeviceMesh:
 
 def _cut(mesh: DeviceMesh) -> Cut:
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"the mesh has {mesh.ndim} dimensions; expected one (sharded over) or two (replicated, sharded)")
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: sharded over, or replicated and sharded over")
     if mesh.get_coordinate() is None:
         raise Error(f"this process, rank {dist.get_rank()}, is none of the ranks of the mesh {mesh}")
     placements: tuple[Placement, ...] = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
@@ -161,9 +167,11 @@ def _check_reshard(value: bool | int | None, shards: int) -> None:
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
-        raise ValueError(f"reshard_after_forward is a {type(value).__name__}; expected a bool, an int or None")
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
+        )
     if value < 1 or shards % value != 0:
-        raise ValueError(f"reshard_after_forward={value} does not divide the {shards} ranks that parameters are sharded over")
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}")
 
 
 def _device(mesh: DeviceMesh, offload: OffloadPolicy) -> torch.device:
@@ -216,9 +224,14 @@ def _shard(
         )
     if not parameter.is_contiguous():
         raise NotImplementedError(
-            f"fully_shard doesn't support noncontiguous parameters, and {name} has strides {parameter.stride()}"
+            f"FSDP does not support non-contiguous parameters yet: {name} has shape {list(parameter.shape)} and strides"
+            f" {parameter.stride()}; make it contiguous"
         )
     asked = placement(parameter) if placement is not None else None
+    if asked is not None and not isinstance(asked, Placement):
+        raise Misuse(f"Expected Shard, got {type(asked)}: {asked}, which shard_placement_fn answered for parameter '{name}'")
+    if isinstance(asked, Shard) and asked.dim < 0:
+        asked = Shard(asked.dim + parameter.dim())
     if asked is not None and asked != Shard(0):
         raise Error(f"shard_placement_fn answered {asked} for parameter '{name}'; plumb.fully_shard shards by rows: None or Shard(0)")
     return Sharded(parameter, cut, device, policy.param_dtype)
@@ -248,6 +261,7 @@ def _become(module: nn.Module, unit: Unit) -> None:
     if plain not in _classes:
         _classes[plain] = type(f"FSDP{plain.__name__}", (FSDPModule, plain), {"__module__": plain.__module__})
     module.__dict__[_UNIT] = unit
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()  # where others look for what was applied
     module.__class__ = _classes[plain]
     module.register_forward_pre_hook(unit._pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit._post_forward, always_call=True)

@@ -15,10 +15,15 @@ from torch.distributed.fsdp import FSDPModule as _Torchs
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.tensor import DTensor
 
+from . import fsdp_rows
 from ._C import Error
 from .fsdp_unit import Unit
 
 _UNIT = "_plumb_fsdp_unit"
+
+
+class Misuse(Error, AssertionError):
+    """An Error of ours where torch's asserts."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -36,7 +41,9 @@ class FSDPModule(_Torchs):
         return made
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise Error("a module under fully_shard is not copied: it holds a part of each parameter; copy its state_dict()")
+        raise Misuse(
+            "FSDP does not support deepcopy. Please use state dict for serialization: this module holds a part of each parameter"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise Error("a module under fully_shard is not pickled: it holds a part of each parameter; save its state_dict()")
@@ -63,6 +70,10 @@ class FSDPModule(_Torchs):
         finally:
             unit.follow_places()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        fsdp_rows.clear(cast(nn.Module, self).parameters(), set_to_none)
+        cast(nn.Module, super()).zero_grad(set_to_none)
+
     # ---- parameters
 
     def reshard(self) -> None:
@@ -80,7 +91,7 @@ class FSDPModule(_Torchs):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether this module's parameters are released after a forward, or stay whole until the end of the backward."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward is a {type(reshard_after_forward).__name__}; expected a bool")
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -107,16 +118,22 @@ class FSDPModule(_Torchs):
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Nothing to do: every backward's gradients are reduced into this rank's rows, and add up there.
+        """False: backwards keep whole gradients on this rank, and nothing travels; the next one with True, or a step, reduces their sum.
 
-        So gradients are right at any moment, whichever backward was the last, and no rank holds whole ones.
+        ``p.grad`` shows nothing of what is kept. Gradients are kept while all modules under one root are set to False; while some
+        are not, every backward reduces all, which costs more and is as right.
         """
+        for unit in self._units(recurse):
+            unit.reduces = bool(requires_gradient_sync)
+        root = self._get_fsdp_state().root
+        if root.engine is not None:
+            root.engine.follow_units()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Nothing to do: see ``set_requires_gradient_sync``."""
+        """Nothing to do: replicas are reduced with every backward that reduces."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing to do: every backward ends with all reductions waited for."""
+        """Nothing to do: every backward that reduces ends with all reductions waited for."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of this module's gradients over the ranks by ``factor`` instead of their number. Not recursive."""
@@ -139,9 +156,9 @@ class FSDPModule(_Torchs):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Nothing to do: two buckets are under way at a time."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; expected an int")
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers is {max_input_buffers}; expected a positive int")
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Nothing to do: gathers and reductions have connections of their own."""
@@ -168,7 +185,7 @@ class FSDPModule(_Torchs):
         """After an exception: every unit is released. A failed backward has let go of its gradients by itself already."""
         unit = self._get_fsdp_state()
         if unit.parent is not None:
-            raise RuntimeError("reset_iter_state of a module inside another sharded one; call it on the outermost")
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module, the outermost")
         if unit.engine is not None:
             unit.engine.reset()
 
@@ -176,7 +193,7 @@ class FSDPModule(_Torchs):
 def _check_sharded(modules: list[_Torchs]) -> None:
     for module in modules:
         if not isinstance(module, _Torchs):
-            raise ValueError(f"a {type(module).__name__} is no FSDPModule; expected modules under fully_shard")
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -184,7 +201,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name}")
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
     inner = getattr(module, method_name)
     unit = cast(Unit, module._get_fsdp_state())
 
@@ -205,4 +222,4 @@ def share_comm_ctx(modules: list[_Torchs]) -> None:
     """Nothing to do: engines share what they can by themselves."""
     for module in modules:
         if not isinstance(module, _Torchs):
-            raise ValueError(f"a {type(module).__name__} is no FSDPModule; expected modules under fully_shard")
+            raise ValueError(f"Expects list of FSDPModules but got {module}")

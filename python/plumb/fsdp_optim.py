@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import optim
+from . import fsdp_rows, optim
 from ._C import Error
 from .fsdp_unit import Engine
 from .sharded import Sharded, sharded_of
@@ -61,6 +62,7 @@ def _exchange(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], 
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fsdp_rows.end(optimizer)  # of a step that was left by an exception
     engines = engines_of(optimizer)
     if not engines:
         return None
@@ -73,12 +75,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         engines = engines_of(optimizer)
     for engine in engines:
         engine.begin_step(optimizer)
+    fsdp_rows.begin(optimizer)
     return result
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    fsdp_rows.end(optimizer)
     for engine in engines_of(optimizer):
         engine.abandon()
+
+
+def _clear_first(kind: type[torch.optim.Optimizer]) -> None:
+    inner = kind.zero_grad
+
+    @functools.wraps(inner)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            fsdp_rows.clear(group["params"], set_to_none)
+        inner(self, set_to_none)
+
+    kind.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 _installed = False
@@ -89,5 +105,8 @@ def watch_optimizers() -> None:
     global _installed
     if not _installed:
         _installed = True
+        for kind in optim._ELEMENTWISE:  # before schedulers take their steps
+            fsdp_rows.guard(kind)
+        _clear_first(torch.optim.Optimizer)
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)

@@ -7,6 +7,7 @@ every parameter, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -36,6 +37,7 @@ class Unit:
         self.parent: Unit | None = None
         self.children: list[Unit] = []
         self.reshard_after_forward = True
+        self.reduces = True  # its gradients, at the end of a backward
         self.door = _C.Door()
         self.held = False  # by unshard(), or from a forward to its backward
         self.entered = 0
@@ -66,7 +68,7 @@ class Unit:
     @_disable_dynamo  # a compiled model breaks its graph around units
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         engine = self.ready()
-        if not any(unit.entered for unit in engine.units):
+        if not engine.stack:
             engine.begin_forward()
         self.door.enter()
         self.entered += 1
@@ -136,7 +138,7 @@ class Unit:
         engine = self.ready()
         if self.held:
             return
-        if not any(unit.entered for unit in engine.units):
+        if not engine.stack:
             engine.begin_forward()
         self.keep(engine)
 
@@ -195,8 +197,14 @@ class Engine:
         options.mesh = mesh
         options.master_weights = False
         options.cut = _C.Cut.at_rows
+        options.hold_unsharded = True
         pairs = [(unit.door, unit.leaves) for unit in self.units if unit.parameters]
         self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
+        self.copied = [one for one in self.parameters if one.copies]
+        self._watched: list[torch.Tensor] | None = None  # what the user may write into
+        self._version = 0  # of all that, when every rank had it
+        for one in self.parameters:
+            one.moved = functools.partial(_forget_version, weakref.ref(self))
         compiled.watch()
         remember(self)
         self.whole = all(one.cut.shards == 1 for one in self.parameters)
@@ -206,6 +214,9 @@ class Engine:
                 one.follow()
             else:
                 one.settle_in(shards[name])
+        self._remember_version()
+        self._held: Any = None  # while no unit reduces
+        self.follow_units()
         self._touched: list[Sharded] = []
         self._backwards = 0  # under way, of whatever threads
         _engines.add(self)
@@ -229,6 +240,9 @@ class Engine:
 
     def close(self) -> None:
         _engines.discard(self)
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(None, None, None)
         self.native.close()
 
     # ---- forwards and backwards
@@ -237,23 +251,41 @@ class Engine:
         """Before the outermost module of a forward: what was written into the parameters is everybody's."""
         self.publish()
         for one in self.parameters:
-            if one.factor != 1.0 or one.sharded._post_accumulate_grad_hooks:
+            shown, leaf = one.sharded, one.leaf
+            assert leaf is not None
+            if leaf.requires_grad != shown.requires_grad:
+                leaf.requires_grad_(shown.requires_grad)
+            if one.factor != 1.0 or shown._post_accumulate_grad_hooks:
                 one.hook(_LeafHook(self, one))
 
     def publish(self) -> None:
-        written = False
-        for one in self.parameters:
-            if one.written:
-                one.publish()
-                written = True
-        if written:
-            for unit in self.units:
-                unit.reshard()  # what it holds is of before
-            self.native.shards_written()
+        if self._watched is not None and _C.versions(self._watched) == self._version:
+            return
+        for one in self.copied:
+            one.publish()
+        self._remember_version()
+        for unit in self.units:
+            unit.reshard()  # what it holds is of before
+        self.native.shards_written()
+
+    def _remember_version(self) -> None:
+        if self._watched is None:
+            self._watched = [one.sharded for one in self.parameters] + [one.local for one in self.parameters]
+        self._version = _C.versions(self._watched)
 
     def settle_readers(self) -> None:
         """Before parameters are written: no rank reads them any more. Every rank calls it."""
         self.native.shards_written()
+
+    def follow_units(self) -> None:
+        """Backwards keep their gradients whole on this rank while no unit is to reduce; otherwise all reduce, which is never wrong."""
+        hold = not any(unit.reduces for unit in self.units)
+        if hold and self._held is None:
+            self._held = _C.no_sync(self.native)
+            self._held.__enter__()
+        elif not hold and self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(None, None, None)
 
     def begin_backward(self) -> None:
         """What runs a part of a forward again, inside of a unit, finds whole parameters there."""
@@ -261,7 +293,8 @@ class Engine:
         if self._backwards > 1:
             return
         for one in self.parameters:
-            one.write_back()
+            if one.narrowed:
+                one.write_back()
             one.enter()
 
     def end_backward(self, good: bool) -> None:
@@ -312,8 +345,9 @@ class Engine:
                 one.follow()
 
     def end_step(self) -> None:
-        for one in self.parameters:
+        for one in self.copied:
             one.publish()
+        self._remember_version()
         self.stepping = False
         self.native.end_step()
 
@@ -324,6 +358,12 @@ class Engine:
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _forget_version(engine: "weakref.ref[Engine]") -> None:
+    known = engine()
+    if known is not None:
+        known._watched = None
 
 
 def _before_backward() -> None:

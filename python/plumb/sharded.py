@@ -24,8 +24,7 @@ _BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put 
 
 def version(tensor: Any) -> int:
     """Moves with every change in place: through the DTensor, or through its rows on this rank."""
-    total: int = tensor._version + tensor._local_tensor._version
-    return total
+    return _C.versions([tensor, tensor._local_tensor])
 
 
 def sharded_of(parameter: torch.Tensor) -> "Sharded | None":
@@ -57,6 +56,10 @@ class ShardedParameter(DTensor):
         leaf = self._sharded.leaf
         assert leaf is not None
         return leaf
+
+
+def _nobody() -> None:
+    pass
 
 
 class Place:
@@ -106,7 +109,7 @@ class Sharded:
         self._compute = compute if parameter.is_floating_point() else None
         self.uses = 0  # forwards under way
         self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
-        self.seen = 0  # the version of the rows when every rank had them
+        self.moved: Any = _nobody  # is told when what the user sees becomes another tensor
         self.factor = 1.0  # of this rank's contributions
         self._piece: torch.Tensor | None = None  # of the leaf's gradient
         self._shown: DTensor | None = None  # the same as the user sees it
@@ -149,6 +152,7 @@ class Sharded:
             with torch.no_grad():
                 self._rows.copy_(self.local)
             self.sharded._local_tensor = self._rows
+        self.moved()
         if self.uses == 0:
             self.show()
 
@@ -179,8 +183,9 @@ class Sharded:
         """The leaf is about to be an engine's: its rows are those that the user sees."""
         if self.sharded.is_meta:
             raise Error(
-                f"parameter '{name}' is on the meta device at the first forward; give the model memory and values first:"
-                ' model.to_empty(device="cpu"), then every module\'s reset_parameters(), or load a checkpoint'
+                "FSDP parameters should be materialized from meta device before training, but the following were still on meta"
+                f" device: '{name}'; give the model memory and values first: model.to_empty(device=\"cpu\"), then every module's"
+                " reset_parameters(), or load a checkpoint"
             )
         device = self.local.device
         with torch.no_grad():
@@ -202,7 +207,7 @@ class Sharded:
         self._rows = memory.view(self.local.shape)
         if self.dtype == self.compute:
             self.sharded._local_tensor = self._rows
-        self.seen = version(self.sharded)
+        self.moved()
 
     def follow(self) -> None:
         """Where one rank holds everything, an update may move the leaf: the rows are it."""
@@ -211,22 +216,19 @@ class Sharded:
             self.settle_in(self.leaf.detach())
 
     @property
-    def written(self) -> bool:
-        return version(self.sharded) != self.seen
+    def copies(self) -> bool:
+        """Forwards gather another dtype than the user sees: what he writes is copied."""
+        return self.dtype != self.compute
 
     def publish(self) -> None:
         """What was written into the rows is what forwards will gather."""
-        if self.dtype != self.compute:
-            with torch.no_grad():
-                self._rows.copy_(self.local)
-        self.seen = version(self.sharded)
+        with torch.no_grad():
+            self._rows.copy_(self.local)
 
     def enter(self) -> None:
         self.uses += 1
-        assert self.leaf is not None
-        if self.leaf.requires_grad != self.sharded.requires_grad:
-            self.leaf.requires_grad_(self.sharded.requires_grad)
         if self.uses == 1:
+            assert self.leaf is not None
             for place in self.places:
                 place.put(self.leaf)
 
@@ -242,17 +244,26 @@ class Sharded:
             return None
         self.merge()
         piece = self.leaf.grad
+        if piece is not self._piece and self.keeps:
+            piece = None
         if piece is None:
             self._piece = self._shown = self._assigned = None
         elif self._assigned is not None:
-            if piece is self._piece:
+            if self._untouched(piece):
                 return self._assigned
             self._piece = self._assigned = None
+            return self.gradient()
         if piece is self._piece and self._shown is not None and not self.narrowed:
             return self._shown
         self.write_back()
         self._piece, self._shown = piece, None if piece is None else self._show(piece)
         return self._shown
+
+    @property
+    def keeps(self) -> bool:
+        """There is a whole gradient, which this rank keeps until the next reduction."""
+        whole = self.leaf.grad if self.leaf is not None and self.cut.shards > 1 else None
+        return whole is not None and not _C.is_piece(whole)
 
     def merge(self) -> None:
         """A gradient of something that was computed with the rows themselves, outside of forwards, is one more contribution."""
@@ -317,10 +328,15 @@ class Sharded:
             self.cut.rows(whole).copy_(local).mul_(self.cut.shards)
             self.leaf.grad = whole
         self._piece, self._shown, self._assigned = self.leaf.grad, None, value if self.cut.shards > 1 else None
+        self._assigned_version = 0 if self._piece is None else self._piece._version
+
+    def _untouched(self, piece: torch.Tensor) -> bool:
+        """What was assigned where there was no piece stands as it was: no backward that reduced nothing added to it."""
+        return piece is self._piece and piece._version == self._assigned_version
 
     def assign_again(self) -> None:
         """A gradient that was assigned where there was no piece may have been changed in place since."""
-        if self._assigned is not None and self.leaf is not None and self.leaf.grad is self._piece:
+        if self._assigned is not None and self.leaf is not None and self.leaf.grad is not None and self._untouched(self.leaf.grad):
             self.set_gradient(self._assigned)
 
     def hook(self, call: Any) -> None:

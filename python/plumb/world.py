@@ -61,8 +61,13 @@ def _of_group(group: dist.ProcessGroup, device: str, timeout: float) -> World:
     name = group._get_backend(torch.device(device)).name()
     if name in ("gloo", "nccl"):
         # Connections of our own beside the user's: his collectives and ours need no common order.
-        return World.meet(store, rank, size, backend=name, device=device, timeout=timeout)
+        return World.meet(store, rank, size, backend=_ours(name, device), device=device, timeout=timeout)
     return World.adopt(group, store, device=device, timeout=timeout)
+
+
+def _ours(backend: str, device: str) -> str:
+    """What our connections run over beside the user's: tensors on the CPU go through shared memory where ranks can share it."""
+    return "" if backend == "gloo" and torch.device(device).type == "cpu" else backend
 
 
 def of_mesh(mesh: DeviceMesh) -> tuple[World, Mesh]:
@@ -91,7 +96,7 @@ def of_mesh(mesh: DeviceMesh) -> tuple[World, Mesh]:
         name = everybody._get_backend(torch.device(mesh.device_type)).name()
         if name not in ("gloo", "nccl"):
             raise Error(f"a mesh of the ranks {list(ranks)} needs gloo or nccl, and this process group is {name}")
-        _worlds[key] = World.meet(store, ranks.index(me), len(ranks), backend=name, device=mesh.device_type)
+        _worlds[key] = World.meet(store, ranks.index(me), len(ranks), backend=_ours(name, mesh.device_type), device=mesh.device_type)
     return _worlds[key], axes
 
 

@@ -20,6 +20,27 @@ void bind_shards(py::module_& module) {
   module.def("around_backwards", &around_backwards, "begin"_a, "end"_a);
   // A piece's numbers, in the same memory, without the mark.
   module.def("unmarked", [](const at::Tensor& tensor) { return unmarked(tensor); }, "tensor"_a, no_gil());
+  // Moves with every change in place of any of them.
+  module.def(
+      "versions",
+      [](const std::vector<at::Tensor>& tensors) {
+        int64_t total = 0;
+        for (const at::Tensor& tensor : tensors) total += static_cast<int64_t>(tensor._version());
+        return total;
+      },
+      "tensors"_a);
+  // Of each parameter: the numbers of its gradient, or of this rank's piece of it, as one row in the same memory.
+  module.def(
+      "flat_gradients",
+      [](const std::vector<at::Tensor>& parameters) {
+        std::vector<std::optional<at::Tensor>> flat;
+        for (const at::Tensor& parameter : parameters) {
+          const at::Tensor& gradient = parameter.grad();
+          flat.push_back(gradient.defined() ? std::optional(unmarked(gradient).view({-1})) : std::nullopt);
+        }
+        return flat;
+      },
+      "parameters"_a, no_gil());
 }
 
 }  // namespace plumb::python

@@ -26,6 +26,9 @@ at::Tensor Scattered::memory_for(const Bucket& bucket) {
     spares_.erase(spare);
     return memory;
   }
+  if (!bucket.alone) {  // it will be copied into a message
+    return at::empty({bucket.numel}, at::TensorOptions().dtype(bucket.dtype).device(device));
+  }
   // As large as the next ones will ask for.
   int64_t numel = bucket.numel;
   for (const Bucket& other : buckets_) {

@@ -226,7 +226,9 @@ Pending Group::all_reduce(at::Tensor tensor) {
                [&](c10d::Backend& backend) { return backend.allreduce(cargo); });
 }
 
-bool Group::messages_are_dear() const { return size() > 1 && (impl_->direct || !impl_->native_reduce_scatter); }
+bool Group::messages_are_dear() const {
+  return size() > 1 && (impl_->direct || impl_->host_memory || !impl_->native_reduce_scatter);
+}
 
 Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {
   check_parts(*impl_, "reduce_scatter", full, shard);

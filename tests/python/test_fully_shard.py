@@ -85,6 +85,140 @@ def accumulates_over_micro_batches() -> None:
 
 
 @case
+def keeps_gradients_that_are_not_to_be_reduced_and_shows_none() -> None:
+    for last_reduces in (True, False):
+        model = mlps()
+        reference = copy.deepcopy(model)
+        shard(model)
+        optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference))
+        for step in range(3):
+            for micro in range(3):
+                reduces = last_reduces and micro == 2
+                model.set_requires_gradient_sync(reduces)
+                plain_loss(model, 3 * step + micro).backward()
+                plain_loss(reference, 3 * step + micro).backward()
+                engine = model._get_fsdp_state().engine  # type: ignore[operator]
+                assert engine.native.holds == (not reduces)
+                assert all((parameter.grad is None) != reduces for parameter in model.parameters())
+            reduce_gradients(reference)
+            optimizer.step()  # of what was kept, too
+            other.step()
+            same(reference, model)
+            optimizer.zero_grad()
+            other.zero_grad()
+        # Cleared gradients are gone, also those that were kept.
+        model.set_requires_gradient_sync(False)
+        for to_none in (True, False):
+            plain_loss(model, 0).backward()
+            optimizer.zero_grad(set_to_none=to_none)
+        model.set_requires_gradient_sync(True)
+        train_both(model, reference)
+
+
+@case
+def while_one_module_reduces_all_do() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    model.set_requires_gradient_sync(False)
+    model[0].set_requires_gradient_sync(True)  # type: ignore[operator]
+    plain_loss(model, 0).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    train_both(model, reference)
+
+
+@case
+def an_assigned_gradient_that_a_kept_one_is_added_to() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    plain_loss(model, 0).backward()
+    plain_loss(reference, 0).backward()
+    reduce_gradients(reference)
+    with torch.no_grad():
+        assigned = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        for parameter, gradient in zip(model.parameters(), assigned, strict=True):
+            parameter.grad = gradient
+    model.set_requires_gradient_sync(False)
+    plain_loss(model, 1).backward()
+    model.set_requires_gradient_sync(True)
+    plain_loss(model, 2).backward()
+    other = copy.deepcopy(reference)
+    other.zero_grad()
+    for i in (1, 2):
+        plain_loss(other, i).backward()
+    reduce_gradients(other)
+    for mine, before, more in zip(model.parameters(), reference.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), before.grad + more.grad)
+
+
+# ---- optimizers step plain rows, and show DTensors
+
+
+@case
+def an_optimizer_that_throws_gets_its_groups_and_state_back() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # takes the optimizer's step for itself
+
+    def both(i: int) -> None:
+        for one, steps in ((model, optimizer), (reference, other)):
+            plain_loss(one, i).backward()
+            if one is reference:
+                reduce_gradients(reference)
+            steps.step()
+            steps.zero_grad()
+
+    both(0)
+    plain_loss(model, 1).backward()
+    betas = optimizer.param_groups[0]["betas"]
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert all(mine is stepped for mine, stepped in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True))
+    assert all(isinstance(optimizer.state[parameter]["exp_avg"], DTensor) for parameter in model.parameters())
+    optimizer.param_groups[0]["betas"] = betas
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    both(2)
+    same(reference, model)
+
+
+@case
+def a_state_that_the_user_exchanges_is_the_one_that_counts() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2, amsgrad=True) for one in (model, reference))
+    seen: list[type] = []
+    for step in range(5):
+        for one, steps in ((model, optimizer), (reference, other)):
+            plain_loss(one, step).backward()
+            if one is reference:
+                reduce_gradients(reference)
+            steps.step()
+            steps.zero_grad(set_to_none=step % 2 == 0)
+            state = steps.state[next(one.parameters())]
+            if step == 1:
+                state["exp_avg"] = state["exp_avg"] * 2  # another tensor
+            elif step == 2:
+                state["exp_avg_sq"].mul_(2)  # in place
+            elif step == 3:
+                steps.load_state_dict(copy.deepcopy(steps.state_dict()))
+        if step == 3:  # whoever looks on sees the parameters
+            optimizer.register_step_pre_hook(lambda steps, *_: seen.append(type(steps.param_groups[0]["params"][0])))
+        same(reference, model)
+    assert seen and issubclass(seen[0], DTensor)
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].placements == parameter.placements
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+@case
 def several_forwards_before_a_backward() -> None:
     def twice(model: nn.Module, step: int) -> torch.Tensor:
         return plain_loss(model, step) + plain_loss(model, step + 100)

@@ -296,18 +296,19 @@ def what_is_wrong_is_said() -> None:
         one = nn.Module()
         one.weight = nn.Parameter(torch.tensor(1.0))
         plumb.fully_shard(one)
-    with pytest.raises(NotImplementedError, match="noncontiguous"):
+    with pytest.raises(NotImplementedError, match="non-contiguous"):
         one = nn.Module()
         one.weight = nn.Parameter(torch.ones(3, 2).t())
         plumb.fully_shard(one)
     model = plumb.fully_shard(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="already been applied"):
+    assert plumb.fully_shard.state(nn.Linear(2, 2)) is None  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="already been applied"):
         plumb.fully_shard(model)
-    with pytest.raises(plumb.Error, match="copied"):
+    with pytest.raises(plumb.Error, match="deepcopy"):
         copy.deepcopy(model)
     with pytest.raises(plumb.Error, match="Shard"):
         plumb.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda parameter: Shard(1))
-    with pytest.raises(ValueError, match="reshard_after_forward=3"):
+    with pytest.raises(ValueError, match="a factor of 2, not 3"):
         plumb.fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
     with pytest.raises(plumb.Error, match="dp_mesh_dims"):
         plumb.fully_shard(nn.Linear(4, 4), dp_mesh_dims=object())

@@ -321,7 +321,7 @@ METHODS = (
     entry("method unshard", WORKS, "has arrived when it returns, `async_op` or not", unshard),
     entry("method reset_iter_state", WORKS, "needed by nobody: exceptions are cleaned up after", reset_iter_state),
     entry("method set_is_last_backward", NO_OP, "every backward ends with its reductions waited for", with_calls(lambda model: model.set_is_last_backward(False))),
-    entry("method set_requires_gradient_sync", NO_OP, "every backward is reduced into this rank's rows, and adds up there: always right, never whole gradients in memory", with_calls(lambda model: model.set_requires_gradient_sync(False), lambda model: model.set_requires_gradient_sync(True, recurse=False))),
+    entry("method set_requires_gradient_sync", WORKS, "while all modules of a root are set to False, backwards keep whole gradients and nothing travels; the next other one, or a step, reduces the sum", with_calls(lambda model: model.set_requires_gradient_sync(False), lambda model: model.set_requires_gradient_sync(True, recurse=False))),
     entry("method set_requires_all_reduce", NO_OP, "the same", with_calls(lambda model: model.set_requires_all_reduce(False))),
     entry("method set_reshard_after_forward", WORKS, "", set_reshard_after_forward),
     entry("method set_reshard_after_backward", NO_OP, "units are released when their last gradient has come", with_calls(lambda model: model.set_reshard_after_backward(False))),
