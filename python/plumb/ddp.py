@@ -151,7 +151,7 @@ class DistributedDataParallel(_Torchs):
             assert other._engine is not None
             other._engine.close()
         kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
-        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap  # type: ignore[attr-defined]
         engine = Engine(
             named,
             world=world(self.process_group, device=self.device_type),

@@ -20,6 +20,7 @@ from .fsdp_module import _UNIT, FSDPModule, Misuse, unit_of
 from .fsdp_optim import watch_optimizers
 from .fsdp_unit import Unit
 from .sharded import Cut, Place, Sharded, ShardedParameter, sharded_of
+from .world import check_processes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -145,6 +146,7 @@ def _check_modules(modules: list[Any]) -> None:
 
 
 def _default_mesh() -> DeviceMesh:
+    check_processes()
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group()

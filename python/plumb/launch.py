@@ -1,4 +1,4 @@
-"""Ranks of this machine as processes, for notebooks and tests."""
+"""Ranks of this machine as processes, or as threads, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ._C import Error
-from .world import leave
+from ._C import Error, World, run_threads
+from .world import as_thread, leave
 
 
 def spawn(
@@ -40,7 +40,8 @@ def spawn(
 
     Args:
         method: how processes are started: ``fork`` (which takes functions of a notebook, and is the default unless a GPU is
-            in use here) or ``spawn``.
+            in use here) or ``spawn``. Or ``thread``: ranks are threads of this process, for debuggers; ``plumb.Engine`` alone
+            knows them (``torch.distributed`` does not), and torch's default generator is shared by all.
         threads: of torch in each.
         timeout: seconds until all must have ended.
         env: more variables for them.
@@ -51,6 +52,10 @@ def spawn(
     """
     if ranks < 1:
         raise Error(f"spawn of {ranks} ranks; there must be at least one")
+    if method == "thread":
+        if env:
+            raise Error("env= is of processes; ranks as threads share this process's environment")
+        return _threads(fn, ranks, args, timeout)
     if method is None:
         in_use: bool = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         method = "spawn" if in_use else "fork"
@@ -94,6 +99,29 @@ def spawn(
             process.join()
         for pipe in (*pipes, *starts):
             pipe.close()
+
+
+def _threads(fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[int, str, str]] = []  # in the order of time: what comes later may be a consequence
+
+    def body(world: World) -> None:
+        with as_thread(world):
+            try:
+                results[world.rank] = fn(*args)
+            except BaseException as error:
+                failures.append((world.rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
+                raise
+
+    try:
+        run_threads(ranks, body, min(timeout, 60.0))
+    except Error:
+        if not failures:
+            raise
+    if failures:
+        rank, what, trace = failures[0]
+        raise Error(f"rank {rank}: {what}\n{trace}")
+    return [results[rank] for rank in range(ranks)]
 
 
 def _rank(

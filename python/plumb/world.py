@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +39,9 @@ def world(group: dist.ProcessGroup | None = None, *, device: str = "cpu", timeou
     >>> plumb.spawn(lambda: plumb.world().size, ranks=2)
     [2, 2]
     """
+    mine: World | None = getattr(_thread, "world", None)
+    if mine is not None and group is None:
+        return mine
     initialised = dist.is_available() and dist.is_initialized()
     if group is None and initialised:
         group = dist.distributed_c10d._get_default_group()
@@ -50,7 +56,30 @@ def world(group: dist.ProcessGroup | None = None, *, device: str = "cpu", timeou
     return found
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def as_thread(mine: World) -> Iterator[None]:
+    """This thread is a rank of ``mine``, and its process is none."""
+    _thread.world = mine
+    try:
+        yield
+    finally:
+        del _thread.world
+
+
+def check_processes() -> None:
+    """An Error where ranks are threads: torch.distributed knows one rank per process."""
+    if getattr(_thread, "world", None) is not None:
+        raise Error(
+            "ranks are threads here, and torch.distributed's process groups are of processes: use plumb.Engine, or spawn with"
+            " method='fork'"
+        )
+
+
 def _of_group(group: dist.ProcessGroup, device: str, timeout: float) -> World:
+    check_processes()
     try:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -72,6 +101,7 @@ def _ours(backend: str, device: str) -> str:
 
 def of_mesh(mesh: DeviceMesh) -> tuple[World, Mesh]:
     """The ranks of a DeviceMesh as a world, and its axes: the last is sharded over, the one before replicated over."""
+    check_processes()
     if mesh.ndim not in (1, 2):
         raise Error(f"the mesh has {mesh.ndim} dimensions; expected one (sharded over) or two (replicated over, sharded over)")
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten())

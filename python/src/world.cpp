@@ -46,6 +46,22 @@ Object adopt(const py::object& group, const py::object& store, const std::string
   return own(World::adopt(backend, place, options_of("", device, timeout)));
 }
 
+// `body(world)` by threads of this process, one per rank. What one throws is everybody's error.
+void run_threads(int ranks, const py::function& body, double timeout) {
+  py::gil_scoped_release released;
+  run_local(
+      ranks,
+      [&](World world) {
+        py::gil_scoped_acquire acquired;
+        try {
+          body(own(std::move(world)));
+        } catch (py::error_already_set& error) {
+          throw Error(error.what());  // Python's error ends here, under the GIL
+        }
+      },
+      options_of("", "cpu", timeout));
+}
+
 // What this rank cannot build is an Error on every rank that is building it.
 void refuse(WorldObject& world, const std::string& why) {
   check_together(*world, std::make_exception_ptr(std::runtime_error(why)));
@@ -55,6 +71,7 @@ void refuse(WorldObject& world, const std::string& why) {
 
 void bind_world(py::module_& module) {
   using namespace py::literals;
+  module.def("run_threads", &run_threads, "ranks"_a, "body"_a, "timeout"_a);
   py::class_<WorldObject>(module, "World")
       .def(py::init([] { return own(World()); }))
       .def_static("join", &join, py::kw_only(), "backend"_a = "", "device"_a = "cpu", "timeout"_a = 60.0)
