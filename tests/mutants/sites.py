@@ -319,7 +319,7 @@ class Walk:
 
     def integer(self, cursor: Cursor, parents: list[Cursor]) -> Iterator[tuple[int, int, str, str]]:
         found = re.fullmatch(r"(0[xX][\da-fA-F]+|\d+)([uUlLzZ]*)", self.text(cursor))
-        if not found or int(found[1], 0) > words.LARGEST_CONSTANT:
+        if not found or re.match(r"0\d", found[1]) or int(found[1], 0) > words.LARGEST_CONSTANT:  # 0666: a mode
             return
         value, suffix = int(found[1], 0), found[2]
         above = [p for p in parents if p.kind not in WRAPPERS]
