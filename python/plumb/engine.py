@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ContextManager, Union
 
@@ -315,6 +315,7 @@ class Engine:
         keep: int = 0,
         extras: _save.Extras | None = None,
         background: bool = False,
+        leave_out: Collection[str] = (),
     ) -> str:
         """Saves all that a run needs to go on bit for bit, as one new checkpoint in ``folder``; returns its path.
 
@@ -326,12 +327,13 @@ class Engine:
             keep: checkpoints that stay, this one among them; 0: all.
             extras: things with ``state_dict()`` and ``load_state_dict()`` by name: schedulers, samplers. Rank 0's are saved.
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
+            leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
         outer = None
         if self._steps is not None:
             assert isinstance(self.optimizer, torch.optim.Optimizer)
             outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
-        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer)
+        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer, *((set(leave_out),) if leave_out else ()))
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""
@@ -345,17 +347,19 @@ class Engine:
         Unless every saved byte is read and every place is filled, an Error on every rank, before anything is changed.
         ``strict=False``: what fits is loaded, and ``LoadInfo.table()`` says what did not.
         """
-        loading = self._engine.begin_load(os.fspath(path), strict, _save.words(extras), self._steps is not None)
-        if self._steps is not None:
-            assert isinstance(self.optimizer, torch.optim.Optimizer)
-            outer = loading.outer
-            if outer.text:
-                _save.check(self.optimizer, self._names, outer)
+        return self._apply(self._engine.begin_load(os.fspath(path), strict, _save.words(extras), self._steps is not None))
+
+    def _apply(self, loading: _C.Loading) -> LoadInfo:
+        if self._steps is None:
             loading.apply()
-            if outer.text:
-                _save.restore(self.optimizer, self._steps, self._names, outer)
-        else:
-            loading.apply()
+            return loading.info
+        assert isinstance(self.optimizer, torch.optim.Optimizer)
+        outer = loading.outer
+        if outer.text:
+            _save.check(self.optimizer, self._names, outer)
+        loading.apply()
+        if outer.text:
+            _save.restore(self.optimizer, self._steps, self._names, outer)
         return loading.info
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadInfo:

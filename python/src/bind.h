@@ -29,6 +29,7 @@ void bind_unit(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_nn(py::module_& module);
 void bind_shards(py::module_& module);
+void bind_saved(py::module_& module);
 
 // Python announces its backwards from now on, and saves tensors through our hooks where a unit asks for it.
 void announce_backwards();

@@ -15,5 +15,6 @@ PYBIND11_MODULE(_C, module) {
   bind_engine(module);
   bind_nn(module);
   bind_shards(module);
+  bind_saved(module);
   announce_backwards();
 }

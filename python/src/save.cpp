@@ -60,6 +60,22 @@ std::string save(EngineObject& self, const std::string& folder, int64_t samples,
   return background ? "" : saving->finish();
 }
 
+// Where this rank keeps what a checkpoint holds of an engine: kind, name, key, owner, memory (None: the owner has gaps),
+// begin, end, and whether other ranks have other elements.
+using SlotWords = std::tuple<std::string, std::string, std::string, at::Tensor, at::Tensor, int64_t, int64_t, bool>;
+
+std::vector<SlotWords> slots(EngineObject& self) {
+  Engine::Impl& impl = (*self).impl();
+  if (impl.units) impl.units->begin_update();
+  std::vector<SlotWords> all;
+  for (const SavedSlot& slot : slots_of(impl, updates_of(impl))) {
+    all.emplace_back(save::to_string(slot.kind), slot.name, slot.key, slot.owner, slot.memory, slot.begin, slot.end,
+                     slot.sharded);
+  }
+  if (impl.units) impl.units->end_update();
+  return all;
+}
+
 }  // namespace
 
 void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
@@ -129,6 +145,14 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
             return (*self).load_weights(path, {strict, {}});
           },
           "path"_a, "strict"_a, no_gil())
+      .def("slots", &slots, no_gil())
+      .def(
+          "exchange",
+          [](EngineObject& self, const std::string& text, const std::string& call) {
+            Engine::Impl& impl = (*self).impl();
+            return exchange_text(impl.world, text, impl.reducer->here(Where::Kind::step, call));
+          },
+          "text"_a, "call"_a, no_gil())
       .def_property_readonly("steps", [](EngineObject& self) { return (*self).steps(); });
 }
 

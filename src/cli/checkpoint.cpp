@@ -16,7 +16,7 @@
 #include "report/run.h"
 #include "save/checkpoint.h"
 #include "save/folder.h"
-#include "save/xxh3.h"
+#include "save/new_checkpoint.h"
 
 namespace plumb::cli {
 
@@ -35,6 +35,9 @@ constexpr const char* kHelp =
     "  diff A B                  the first tensor that differs, and by how much; exit code 1 where one does\n"
     "  consolidate PATH FILE     the model as one plain safetensors file\n"
     "  reshard PATH DIR --ranks N   the same checkpoint, as N ranks would have written it\n"
+    "\n"
+    "From and to DeepSpeed's folders, torch.distributed.checkpoint and safetensors: `python -m plumb checkpoint "
+    "convert`.\n"
     "\n"
     "PATH is a checkpoint, or a folder of them: then its newest complete one.\n";
 
@@ -236,57 +239,33 @@ int consolidate(const std::string& path, const std::string& target) {
 
 int reshard(const std::string& path, const std::string& target, int64_t ranks) {
   const Checkpoint one(resolved(path));
-  save::Writer writer(target);
-  const std::string folder = writer.begin();
-  save::Manifest manifest = one.manifest();
+  save::NewCheckpoint made(target);
+  save::Manifest& manifest = made.manifest();
+  manifest = one.manifest();
   manifest.files.clear();
-  for (SavedTensor& tensor : manifest.tensors) tensor.parts.clear();
+  manifest.tensors.clear();
   Progress progress("writing", bytes_of(one.manifest()));
-  try {
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      char name[64];
-      std::snprintf(name, sizeof(name), "all-%05lld-of-%05lld.safetensors", static_cast<long long>(rank),
-                    static_cast<long long>(ranks));
-      struct Share {
-        size_t tensor;
-        int64_t begin, end;
-      };
-      std::vector<Share> shares;
-      std::vector<save::TensorInFile> places;
-      for (size_t i = 0; i < manifest.tensors.size(); ++i) {
-        const SavedTensor& tensor = one.manifest().tensors[i];
-        const int64_t numel = tensor.numel();
-        const int64_t begin = numel / ranks * rank + std::min(rank, numel % ranks);
-        const int64_t end = begin + numel / ranks + (rank < numel % ranks ? 1 : 0);
-        if (begin == end && !(numel == 0 && rank == 0)) continue;
-        shares.push_back({i, begin, end});
-        const bool whole = end - begin == numel && tensor.strides.empty();
-        // Different kinds may have one name.
-        places.push_back({tensor.in_file(), tensor.dtype, whole ? tensor.shape : std::vector<int64_t>{end - begin}});
-      }
-      save::NewFile file(folder + "/" + name);
-      const std::string head = save::header_of(places, {{"format", "pt"}});
-      file.write(head.data(), head.size());
-      uint64_t bytes = head.size();
-      for (const Share& share : shares) {
-        const SavedTensor& tensor = one.manifest().tensors[share.tensor];
-        std::string data(static_cast<size_t>(share.end - share.begin) * save::element_bytes(tensor.dtype), '\0');
-        one.read(tensor, share.begin, share.end, data.data());
-        file.write(data.data(), data.size());
-        bytes += data.size();
-        manifest.tensors[share.tensor].parts.push_back(
-            {rank, share.begin, share.end, save::xxh3(data.data(), data.size())});
-        progress.add(static_cast<int64_t>(data.size()));
-      }
-      file.finish();
-      manifest.files.push_back({name, bytes, save::xxh3(head.data(), head.size())});
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    char name[64];
+    std::snprintf(name, sizeof(name), "all-%05lld-of-%05lld.safetensors", static_cast<long long>(rank),
+                  static_cast<long long>(ranks));
+    std::vector<save::Share> shares;
+    for (const SavedTensor& tensor : one.manifest().tensors) {
+      const int64_t numel = tensor.numel();
+      const int64_t begin = numel / ranks * rank + std::min(rank, numel % ranks);
+      const int64_t end = begin + numel / ranks + (rank < numel % ranks ? 1 : 0);
+      if (begin == end && !(numel == 0 && rank == 0)) continue;
+      shares.push_back({tensor, begin, end});
     }
-    save::Manifest::read(manifest.write(), "the new manifest");
-    std::printf("%s\n", writer.commit(manifest, 0).c_str());
-  } catch (...) {
-    writer.abandon();
-    throw;
+    made.add_file(name, shares, [&](size_t i, const save::NewCheckpoint::Write& write) {
+      const auto& [tensor, begin, end] = shares[i];
+      std::string data(static_cast<size_t>(end - begin) * save::element_bytes(tensor.dtype), '\0');
+      one.read(tensor, begin, end, data.data());
+      write(data.data(), data.size());
+      progress.add(static_cast<int64_t>(data.size()));
+    });
   }
+  std::printf("%s\n", made.commit().c_str());
   return 0;
 }
 
@@ -320,6 +299,10 @@ int checkpoint(const std::vector<std::string>& words) {
       throw UsageError("`plumb checkpoint reshard PATH DIR --ranks N`: N is a number from 1 to 65536");
     }
     return reshard(paths[0], paths[1], ranks);
+  }
+  if (what == "convert") {
+    throw UsageError(
+        "other formats are pickles, which Python reads: `python -m plumb checkpoint convert --help` says more");
   }
   throw UsageError("unknown word " + in_quotes(what) +
                    "; `plumb checkpoint` knows list, inspect, verify, diff, consolidate and reshard");

@@ -98,8 +98,6 @@ def loss_scale(config: Config) -> LossScale | None:
             consecutive_hysteresis=config["fp16.consecutive_hysteresis"],
             delay=1,
         )
-    if config["bf16.enabled"] and config["bf16.check_grad_overflow"]:
-        return LossScale(1.0, growth=1.0, minimum=1.0)  # only looks
     return None
 
 
@@ -110,6 +108,7 @@ def options(module: nn.Module, config: Config, has_optimizer: bool) -> dict[str,
         "strategy": STRATEGIES[stage],
         "accumulate_dtype": config.sums,
         "loss_scale": loss_scale(config),
+        "nonfinite": "skip" if config["bf16.enabled"] and config["bf16.check_grad_overflow"] else "continue",
     }
     if stage == 3:
         units = zero.units_of(module, config)

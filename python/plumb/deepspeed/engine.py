@@ -296,6 +296,24 @@ class DeepSpeedEngine(Settings):
         steps = self.engine._steps
         return steps.leaf_of.get(id(parameter)) if isinstance(steps, optim.Pieces) else None
 
+    def in_pieces(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer's state of it is that of this rank's part."""
+        steps, key = self.engine._steps, id(parameter)
+        return isinstance(steps, optim.Pieces) and (key in steps.leaf_of or key in steps.loaded)
+
+    def dtype_of_state(self, parameter: torch.Tensor) -> torch.dtype:
+        leaf = self.leaf_of(parameter)
+        return leaf.dtype if leaf is not None else torch.float32 if self._config.half is not None else parameter.dtype
+
+    def loaded_master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of the f32 master that a checkpoint brought, before the optimizer has stepped it."""
+        if not isinstance(self.engine._steps, optim.Pieces) or parameter.dtype == torch.float32:
+            return None
+        for _, _, key, owner, memory, *_ in self.engine._engine.slots():
+            if key == "master" and owner is parameter:
+                return memory
+        return None
+
     def steps_taken(self) -> bool:
         return self.global_steps > self.skipped_steps
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from .._C import World
 from ..engine import Engine
+from . import checkpoint
 from .config import Config, ConfigError
 
 logger = logging.getLogger("plumb.deepspeed")
@@ -26,6 +27,8 @@ class State(nn.Module):
     _config: Config
     _world: World
     _destroyed: bool
+    loaded_checkpoint_dp_world_size: int | None = None
+    loaded_checkpoint_mp_world_size: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -83,15 +86,19 @@ class State(nn.Module):
         with self._whole(write=True):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def _gathers(self) -> bool:
+        """Whether the config lets a whole model be made."""
+        given = (
+            self._config["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+            or self._config["zero_optimization.stage3_gather_fp16_weights_on_model_save"]
+        )
+        return not self.zero_optimization_partition_weights() or bool(given)
+
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """The whole model in one file, written by rank 0. False where stage 3 was not told to gather it."""
-        gathers = (
-            self._config["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
-            or self._config["zero_optimization.stage3_gather_fp16_weights_on_model_save"]
-        )
-        if self.zero_optimization_partition_weights() and not gathers:
+        if not self._gathers():
             logger.warning(
                 "did not save the model %s because 'stage3_gather_16bit_weights_on_model_save' is false", save_filename
             )
@@ -106,18 +113,56 @@ class State(nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model on rank 0, None on the others. Every rank calls it."""
+        if not self._gathers():
+            raise ConfigError("set 'zero_optimization.stage3_gather_16bit_weights_on_model_save' for a whole model from stage 3")
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()} if self._world.rank == 0 else None
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        if not self.zero_optimization_partition_weights():
+            raise ConfigError("this function requires ZeRO-3 mode")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
     def save_checkpoint(
         self,
-        save_dir: str,
-        tag: str | None = None,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        raise ConfigError("save_checkpoint is not supported yet; use module_state_dict() and optimizer.state_dict() on each rank")
+        """Saves all that a run needs to go on, at the boundary of accumulation; every rank calls it.
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **_: Any) -> tuple[str | None, Any]:
-        raise ConfigError("load_checkpoint is not supported yet; use load_module_state_dict() and optimizer.load_state_dict()")
+        Complete or absent, and loaded by any stage and any number of ranks. ``client_state`` (rank 0's) may hold tensors,
+        numbers, strings, lists and dictionaries. A ``plumb.SaveError``, on every rank, leaves earlier checkpoints as they were.
+        """
+        return checkpoint.save(self._self(), save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on from the checkpoint ``tag``, or the one that ``latest`` names: its path, and the ``client_state``.
+
+        (None, None) where there is no ``latest``. What does not fit is an error before anything has changed.
+        """
+        return checkpoint.load(
+            self._self(), load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            custom_load_fn,
+        )  # fmt: skip
+
+    def _self(self) -> Any:
+        if self._destroyed:
+            raise ConfigError("this engine was destroyed; initialize a new one")
+        return self
 
     def offload_states(
         self,

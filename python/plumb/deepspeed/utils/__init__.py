@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import ConfigError
-from .zero import (
+from ..config import ConfigError
+from ..zero import (
     engine_of,
     get_z3_leaf_modules,
     set_z3_leaf_modules,
@@ -19,7 +19,7 @@ from .zero import (
 )
 
 if TYPE_CHECKING:
-    from .engine import DeepSpeedEngine
+    from ..engine import DeepSpeedEngine
 
 __all__ = [
     "get_z3_leaf_modules", "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
@@ -54,8 +54,11 @@ def _flat(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _master(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of the f32 master, flat; None: there is none (yet), and the parameter is the truth."""
-    leaf = _owner(param).leaf_of(param)
-    return None if leaf is None or leaf.dtype == param.dtype else leaf.detach().reshape(-1)
+    owner = _owner(param)
+    leaf = owner.leaf_of(param)
+    if leaf is None:
+        return owner.loaded_master(param)
+    return None if leaf.dtype == param.dtype else leaf.detach().reshape(-1)
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -164,21 +167,21 @@ def _state(param: torch.Tensor, key: str) -> torch.Tensor | None:
     optimizer: Any = owner.basic_optimizer
     if optimizer is None:
         return None
-    leaf = owner.leaf_of(param)
-    found = optimizer.state.get(param if leaf is None else leaf, {}).get(key)
+    leaf, steps = owner.leaf_of(param), owner.engine._steps
+    state = steps.state_of(param)[0] if leaf is None and steps is not None else optimizer.state.get(leaf, {})
+    found = state.get(key)
     return found if torch.is_tensor(found) else None
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     owner = _owner(param)
-    leaf = owner.leaf_of(param)
     mine = _state(param, optim_state_key) if param.requires_grad else None
-    if leaf is None or not param.requires_grad:
+    if not owner.in_pieces(param) or not param.requires_grad:
         return None if mine is None else mine.clone()
     begin, end = _range(param)
     if mine is None:  # another rank's alone, or nobody's yet
         if begin == end and owner.steps_taken():
-            return owner.engine._engine.assemble(param, torch.zeros(0, dtype=leaf.dtype, device=leaf.device))
+            return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
         return None
     if mine.numel() != end - begin:
         raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {list(mine.shape)} on this rank")
@@ -194,7 +197,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
         if begin == end and owner.steps_taken():
             return
         raise ConfigError(f"the optimizer has no '{optim_state_key}' for this parameter; it has state after its first step")
-    if owner.leaf_of(param) is None:
+    if not owner.in_pieces(param):
         mine.copy_(value.reshape(mine.shape))
     else:
         begin, end = _range(param)

@@ -1,0 +1,72 @@
+"""Files that are there whole or not at all, and the safetensors format as it is written, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import torch
+
+from .contents import Entry
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}  # fmt: skip
+_SPELLED = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file to write: it gets its name once all of it is on the disk."""
+    target = os.fspath(path)
+    unfinished = f"{target}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    folder = os.open(os.path.dirname(target) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    with whole(path) as file:
+        file.write(text.encode())
+
+
+def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
+    with whole(path) as file:
+        torch.save(value, file)
+
+
+def write_tensors(path: str, entries: Sequence[Entry]) -> None:
+    """One safetensors file of these."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": _SPELLED[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + entry.bytes],
+        }  # fmt: skip
+        at += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with whole(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in entries:
+            flat = entry.checked().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
