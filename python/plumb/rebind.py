@@ -25,7 +25,7 @@ REBOUND: dict[str, tuple[str, ...]] = {
     ),
 }
 
-USAGE = "usage: python -m plumb PROGRAM.py [ARGUMENT]…\n       python -m plumb -m MODULE [ARGUMENT]…\n       (also as torchrun … -m plumb …)"
+USAGE = "usage: python -m plumb PROGRAM.py [ARGUMENT]…\n       python -m plumb -m MODULE [ARGUMENT]…\n       (also as torchrun … -m plumb …)\n       python -m plumb checkpoint convert --help"
 
 
 def rebind() -> list[tuple[str, str]]:
@@ -43,6 +43,10 @@ def rebind() -> list[tuple[str, str]]:
 
 def main() -> None:
     arguments = sys.argv[1:]
+    if arguments[:2] == ["checkpoint", "convert"]:
+        from .formats import command
+
+        sys.exit(command.main(arguments[2:]))
     as_module = bool(arguments) and arguments[0] == "-m"
     if as_module:
         arguments = arguments[1:]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from . import native, plain, zero
+from . import dcp, native, plain, zero
 from .contents import Contents, Entry, Optimizer
 
-__all__ = ["Contents", "Entry", "Optimizer", "native", "plain", "zero"]
+__all__ = ["Contents", "Entry", "Optimizer", "dcp", "native", "plain", "zero"]

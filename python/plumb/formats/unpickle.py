@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 import pickle
 import types
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
 from .._C import Error
 
@@ -26,6 +28,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda make, kind, arguments, state: make(*arguments),
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
 }
 
@@ -49,9 +52,15 @@ class Hollow:
     def extend(self, values: Any) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
+class Words(pickle.Unpickler):
+    """Knows the words it is given, and those that make tensors."""
+
+    def __init__(self, file: Any, known: dict[tuple[str, str], Any] | None = None, **words: Any) -> None:
+        super().__init__(file, **words)
+        self.known = {**_KNOWN, **(known or {})}
+
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
+        known = self.known.get((module, name))
         if known is not None:
             return known
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -61,23 +70,32 @@ class _Unpickler(pickle.Unpickler):
         return type(name, (Hollow,), {})
 
 
-def _load(file: Any, **words: Any) -> Any:
-    return _Unpickler(file, **words).load()
-
-
 _Module = types.ModuleType("plumb.formats.unpickle.pickles")
-_Module.Unpickler = _Unpickler  # type: ignore[attr-defined]
-_Module.load = _load  # type: ignore[attr-defined]
+_Module.Unpickler = Words  # type: ignore[attr-defined]
+_Module.load = lambda file, **words: Words(file, **words).load()  # type: ignore[attr-defined]
+
+#: Those of the description of a folder of torch.distributed.checkpoint.
+DCP: dict[tuple[str, str], Any] = {
+    (one.__module__, one.__name__): one
+    for one in (
+        metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata,
+        metadata.MetadataIndex, metadata.TensorProperties, metadata.StorageMeta, filesystem._StorageInfo, pathlib.PosixPath,
+        pathlib.PurePosixPath, metadata._MEM_FORMAT_ENCODING,
+    )
+} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # fmt: skip
 
 
-def load(path: str) -> Any:
+def load(file: str | BinaryIO) -> Any:
     """The contents of a file of ``torch.save``. Tensors stay in the file until they are used, where its format allows it."""
+    words: dict[str, Any] = {"map_location": "cpu", "weights_only": False, "pickle_module": _Module}
     try:
         try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Module)
+            return torch.load(file, mmap=isinstance(file, str), **words)
         except RuntimeError as error:  # of before torch 1.6: no zip file
             if "mmap can only be used" not in str(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Module)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise Error(f"'{path}' is no file of torch.save that can be read: {error}") from error
+            return torch.load(file, **words)
+    except (
+        OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError,
+    ) as error:  # fmt: skip
+        raise Error(f"'{file}' is no file of torch.save that can be read: {error}") from error

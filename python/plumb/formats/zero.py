@@ -26,7 +26,7 @@ _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
-    "ds_autoep_layers", "checkpoint_parallel_dims",
+    "ds_autoep_layers", "checkpoint_parallel_dimensions",
 }  # fmt: skip
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 Range = tuple[torch.Tensor, int, int]  # a flat tensor, and which of its elements
@@ -256,6 +256,8 @@ def _add_weight(
 def _frozen(states: list[dict[str, Any]], contents: Contents, stage: int) -> None:
     shapes = states[0].get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
+        if name in contents.frozen:
+            continue
         fragments = [state["frozen_param_fragments"][name] for state in states]
         if stage < 3:
             _add(contents, "weight", name, "", fragments[0])
@@ -312,10 +314,19 @@ def _read_universal(
     saved = unpickle.load(os.path.join(zero, "optimizer_state.pt"))
     step = saved["optimizer_state_dict"]["state"].get(0, {}).get("step") if "optimizer_state_dict" in saved else None
     names: list[str] = []
+    frozen = set(state.get("frozen_param_shapes") or {})
+    trained = {name for group in state.get("param_shapes") or [] for name in group}
     for where, _, found in sorted(os.walk(zero)):
         if "fp32.pt" not in found:
             continue
         name = os.path.relpath(where, zero)
+        if trained and name not in trained and name not in frozen:
+            continue  # a buffer, or another name of a parameter
+        if name in frozen:
+            tensor = unpickle.load(os.path.join(where, "fp32.pt"))["param"].to(half or torch.float32)
+            _add(contents, "weight", name, "", tensor)
+            contents.frozen.append(name)
+            continue
         names.append(name)
         for file in sorted(found):
             key, value = file.removesuffix(".pt"), unpickle.load(os.path.join(where, file))

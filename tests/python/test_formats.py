@@ -1,0 +1,258 @@
+"""Checkpoints of others: real folders of DeepSpeed's stages, torch.distributed.checkpoint, safetensors; both ways, every bit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import plumb
+import plumb.deepspeed as deepspeed
+from plumb.deepspeed import utils
+from plumb.deepspeed.utils import zero_to_fp32
+from plumb.formats import Contents, native, unpickle, zero
+from plumb.formats import dcp as folders
+from plumb.formats.command import main, read, write
+
+sys.path.insert(0, str(Path(__file__).parent / "deepspeed_folders"))
+from make import Net, groups  # noqa: E402
+
+safetensors = pytest.importorskip("safetensors.torch")
+REAL = Path(__file__).parent / "deepspeed_folders"
+FOLDERS = ["stage1-fp32", "stage2-bf16", "stage3-bf16", "stage3-fp32"]
+
+
+def values(contents: Contents) -> dict[tuple[str, str, str], torch.Tensor]:
+    return {(entry.kind, entry.name, entry.key): entry.checked() for entry in contents.entries}
+
+
+def same(ones: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> bool:
+    assert ones.keys() == others.keys()
+    return all(value.dtype == others[key].dtype and torch.equal(value, others[key]) for key, value in ones.items())
+
+
+# ---- DeepSpeed's
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_reads_what_deepspeeds_own_tools_find(folder: str) -> None:
+    expected = safetensors.load_file(REAL / folder / "expected.safetensors")
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(REAL / folder)
+    state = values(zero.read(str(REAL / folder)))
+    for name, value in expected.items():
+        kind, _, parameter = name.partition("/")
+        if kind == "weights":
+            assert torch.equal(found[parameter].reshape(-1), value.reshape(-1)), name
+        else:
+            assert torch.equal(state["state", parameter, kind].reshape(-1), value), name
+    assert sum(name.startswith("exp_avg/") for name in expected) in (0, 8)
+    assert found.keys() == Net().state_dict().keys()  # with both names of the tied weight, and what is frozen
+
+
+def converted(folder: str, target: Path) -> str:
+    assert main(["--from", "deepspeed", "--to", "plumb", str(REAL / folder), str(target / "global_step3")]) == 0
+    (target / "latest").write_text("global_step3")
+    return str(target)
+
+
+def goes_on(folder: str, half: bool, stage: int) -> tuple[Any, ...]:
+    """Plumb goes on from it: what it found, and what a step later."""
+    model = Net()
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(groups(model), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "bf16": {"enabled": half},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    path, client = engine.load_checkpoint(folder)
+    assert client == {"epoch": 3, "best": 1.5} and engine.global_steps == 3 and schedule.last_epoch == 3
+    assert engine.get_lr() == [0.005, 0.005] and [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = {name: utils.safe_get_full_fp32_param(p) for name, p in trained}
+    moments = {name: utils.safe_get_full_optimizer_state(p, "exp_avg_sq") for name, p in trained}
+    engine.backward(engine(torch.arange(4)))
+    engine.step()
+    after = {name: utils.safe_get_full_fp32_param(p).tolist() for name, p in trained}
+    return {name: value.tolist() for name, value in found.items()}, {n: v.tolist() for n, v in moments.items()}, after
+
+
+@pytest.mark.parametrize("folder", ["stage2-bf16", "stage3-fp32"])
+def test_goes_on_from_a_folder_of_deepspeeds(folder: str, tmp_path: Path) -> None:
+    target = converted(folder, tmp_path)
+    expected = values(zero.read(str(REAL / folder)))
+    half = folder.endswith("bf16")
+    (one,) = plumb.spawn(goes_on, 1, (target, half, 0))
+    for other in plumb.spawn(goes_on, 2, (target, half, 3)):
+        assert other == one
+    for name, value in one[0].items():
+        key = ("state", name, "master") if half else ("weight", name, "")
+        assert torch.tensor(value).equal(expected[key]) and torch.tensor(one[1][name]).equal(expected["state", name, "exp_avg_sq"])
+
+
+def one_process(steps: int) -> tuple[Net, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(step, step + 4)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_way_round_keeps_every_bit(folder: str, tmp_path: Path) -> None:
+    """deepspeed → plumb → dcp → plumb → deepspeed (universal) → plumb → safetensors."""
+    first = read("deepspeed", str(REAL / folder))
+    one = values(first)
+    write("plumb", str(tmp_path / "a"), first, deepspeed=True)
+    write("dcp", str(tmp_path / "b"), read("plumb", str(tmp_path / "a")))
+    back = read("dcp", str(tmp_path / "b"))
+    # A folder of DCP does not tell buffers from weights, and has every name of a shared one.
+    plain = {(("weight", name, "") if kind == "buffer" else (kind, name, key)): value for (kind, name, key), value in one.items()}
+    assert same(values(back), {**plain, ("weight", "back.weight", ""): one["weight", "emb.weight", ""]})
+    write("deepspeed", str(tmp_path / "c"), read("plumb", str(tmp_path / "a")), ranks=2)
+    universal = read("deepspeed", str(tmp_path / "c" / "global_step3"))
+    assert (tmp_path / "c" / "latest_universal").read_text() == "global_step3"
+    half = {entry.name for entry in first.of("state") if entry.key == "master"}
+    if half:  # its weights are the masters: what is half precision follows from the run that loads it
+        for name in half:
+            one["weight", name, ""] = one.pop(("state", name, "master"))
+    assert same(values(universal), one)
+    assert universal.user == {"epoch": 3, "best": 1.5} and universal.schedule == first.schedule
+    assert [group["params"] for group in universal.optimizer.groups] == [group["params"] for group in first.optimizer.groups]  # type: ignore[union-attr]
+    assert main(["--from", "plumb", "--to", "safetensors", "--masters", str(tmp_path / "a"), str(tmp_path / "m.safetensors")]) == 0
+    weights = safetensors.load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(weights[name], value) for (kind, name, _), value in one.items() if kind in ("weight", "buffer"))
+
+
+# ---- torch.distributed.checkpoint
+
+
+def test_what_get_state_dict_saves_comes_here_and_goes_back(tmp_path: Path) -> None:
+    model, optimizer = one_process(3)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert main(["--from", "dcp", "--to", "plumb", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    again, other = one_process(0)
+    engine = plumb.Engine(again, other)
+    info = engine.load(tmp_path / "ours", strict=False)  # buffers stand among the weights there
+    assert {one.what for one in info.mismatches} <= {
+        *(f"{kind} '{name}'" for kind in ("weight", "buffer") for name in ("seen", "ratio", "back.weight"))
+    }
+    assert engine.steps == 3 and other.param_groups[1]["weight_decay"] == 0.0
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+        if one.requires_grad:
+            assert all(torch.equal(optimizer.state[one][key], other.state[two][key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    engine.close()
+
+    engine = plumb.Engine(*(built := one_process(3)))
+    path = engine.save(tmp_path / "mine")
+    engine.close()
+    assert main(["--from", "plumb", "--to", "dcp", "--alias", "back.weight=emb.weight", path, str(tmp_path / "back")]) == 0
+    fresh, other = one_process(0)
+    weights, state = get_state_dict(fresh, other)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=tmp_path / "back", no_dist=True)
+    set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
+    for one, two in zip(built[0].parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, two)
+        if one.requires_grad:
+            assert all(torch.equal(built[1].state[one][key], other.state[two][key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+
+
+# ---- transformers
+
+
+def test_transformers_loads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=8)
+    torch.manual_seed(1)
+    model = transformers.GPT2LMHeadModel(config)
+    engine = plumb.Engine(model, plumb.AdamW(lr=1e-2))
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    engine.step()
+    engine.save(tmp_path / "run")
+    config.save_pretrained(tmp_path / "hub")
+    assert main(["--from", "plumb", "--to", "safetensors", str(tmp_path / "run"), str(tmp_path / "hub")]) == 0
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hub")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    loaded.save_pretrained(tmp_path / "theirs")
+    assert main(["--from", "safetensors", "--to", "plumb", str(tmp_path / "theirs"), str(tmp_path / "again")]) == 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()
+    engine.load_weights(tmp_path / "again", strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    engine.close()
+
+
+# ---- what is not to be trusted
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+def test_nothing_of_a_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module": {}, "it": Evil(), "shape": torch.Size([2]), "t": torch.ones(2)}, "a.pt")
+    found = unpickle.load("a.pt")
+    assert isinstance(found["it"], unpickle.Hollow) and found["shape"] == (2,) and found["t"].tolist() == [1.0, 1.0]
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(plumb.Error, match="no description of a folder"):
+        folders.read("dcp")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_damaged_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(change: Any, message: str) -> None:
+        target = tmp_path / "bad"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        shutil.copytree(REAL / "stage2-bf16", target)
+        change(target / "global_step3")
+        assert main(["--from", "deepspeed", "--to", "plumb", str(target), str(tmp_path / "new")]) == 1
+        assert message in capsys.readouterr().err
+        assert not list((tmp_path / "new").glob("save-*")) if (tmp_path / "new").exists() else True
+
+    first, second = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    model = "mp_rank_00_model_states.pt"
+    broken(lambda f: (f / second).unlink(), "some are missing")
+    broken(lambda f: (f / first).write_bytes((f / first).read_bytes()[:-500]), "no file of torch.save")
+    broken(lambda f: (f / first).write_bytes(b"nothing"), "no file of torch.save")
+    broken(lambda f: (f / model).unlink(), "no checkpoint of DeepSpeed's")
+    broken(lambda f: (f / model).rename(f / "mp_rank_01_model_states.pt"), "parallelism")
+    broken(lambda f: torch.save({"module": {}}, f / model), "says nothing of")
+    broken(lambda f: (f.parent / "latest").write_text("../../.."), "expected the name of a folder")
+    broken(lambda f: (f.parent / "latest").write_text("missing"), "is no folder")
+    for source in ("plumb", "dcp", "safetensors", "deepspeed"):
+        assert main(["--from", source, "--to", "plumb", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 1
+        assert "plumb: " in capsys.readouterr().err
+
+
+def test_reads_the_checkpoints_of_engines_with_plumbs_own_optimizers(tmp_path: Path) -> None:
+    model = Net()
+    engine = plumb.Engine(model, plumb.AdamW(lr=1e-2))
+    for _ in range(2):
+        model(torch.arange(4)).backward()
+        engine.step()
+        engine.zero_grad()
+    engine.save(tmp_path)
+    contents = native.read(str(tmp_path))
+    found = values(contents)
+    assert {key for kind, _, key in found if kind == "state"} == {"exp_avg", "exp_avg_sq"}
+    assert float(found["value", "one.bias", "step"]) == 2.0 and contents.optimizer is not None and contents.optimizer.kind == "AdamW"
+    engine.close()
