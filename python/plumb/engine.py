@@ -329,11 +329,14 @@ class Engine:
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
+        frozen = {name for name, parameter in self._parameters if not parameter.requires_grad}
+        for name in set(leave_out) - frozen:
+            raise Error(f"leave_out names '{name}', which is no frozen parameter of this engine")
         outer = None
         if self._steps is not None:
             assert isinstance(self.optimizer, torch.optim.Optimizer)
             outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
-        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer, *((set(leave_out),) if leave_out else ()))
+        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer, set(leave_out))
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""
@@ -368,6 +371,22 @@ class Engine:
         The optimizer and the step stay as they are: for fine-tuning.
         """
         return self._engine.load_weights(os.fspath(path), strict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``torch.distributed.checkpoint``: ``dcp.save({"engine": engine}, …)``, ``dcp.async_save`` and ``dcp.load``.
+
+        Every rank calls it, between steps; each rank gives what it holds, and nothing is gathered. Complete or refused, as
+        ``save`` and ``load``, which need no process group and check every byte.
+        """
+        from . import stateful  # imports half of torch.distributed
+
+        return stateful.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what ``dcp.load({"engine": engine}, …)`` has read, of any number of ranks and any strategy."""
+        from . import stateful
+
+        stateful.load_state_dict(self, state_dict)
 
     @property
     def _names(self) -> dict[int, str]:

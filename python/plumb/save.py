@@ -160,7 +160,11 @@ def collect(
 
 def check(optimizer: torch.optim.Optimizer, names: dict[int, str], outer: Outer) -> None:
     """An Error if this optimizer is not the one whose state was saved."""
-    saved = json.loads(outer.text)
+    fits(optimizer, names, json.loads(outer.text))
+
+
+def fits(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[str, Any]) -> None:
+    """An Error unless this optimizer's class and groups are the saved ones."""
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in saved["groups"]]
     if saved["class"] != type(optimizer).__name__:

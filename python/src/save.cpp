@@ -4,6 +4,7 @@
 #include "bind.h"
 #include "engine/impl.h"
 #include "engine/loading.h"
+#include "engine/refill.h"
 #include "engine/saving.h"
 
 namespace plumb::python {
@@ -50,12 +51,13 @@ std::vector<Extra> extras_of(const ExtraWords& words) {
 }
 
 std::string save(EngineObject& self, const std::string& folder, int64_t samples, int64_t keep, bool background,
-                 const ExtraWords& extras, const std::optional<Outer>& outer) {
+                 const ExtraWords& extras, const std::optional<Outer>& outer, const std::set<std::string>& leave_out) {
   Engine& engine = *self;
   const SaveOptions options{samples, keep, extras_of(extras)};
   py::gil_scoped_release released;
   auto& saving = engine.impl().saving;
   if (!saving) saving = std::make_shared<Saving>(engine.impl());
+  saving->leave_out(leave_out);
   saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no);
   return background ? "" : saving->finish();
 }
@@ -64,16 +66,21 @@ std::string save(EngineObject& self, const std::string& folder, int64_t samples,
 // begin, end, and whether other ranks have other elements.
 using SlotWords = std::tuple<std::string, std::string, std::string, at::Tensor, at::Tensor, int64_t, int64_t, bool>;
 
-std::vector<SlotWords> slots(EngineObject& self) {
-  Engine::Impl& impl = (*self).impl();
-  if (impl.units) impl.units->begin_update();
+std::vector<SlotWords> words_of(const std::vector<SavedSlot>& slots) {
   std::vector<SlotWords> all;
-  for (const SavedSlot& slot : slots_of(impl, updates_of(impl))) {
+  for (const SavedSlot& slot : slots) {
     all.emplace_back(save::to_string(slot.kind), slot.name, slot.key, slot.owner, slot.memory, slot.begin, slot.end,
                      slot.sharded);
   }
-  if (impl.units) impl.units->end_update();
   return all;
+}
+
+std::vector<SlotWords> slots(EngineObject& self) {
+  Engine::Impl& impl = (*self).impl();
+  if (impl.units) impl.units->begin_update();
+  const std::vector<SavedSlot> found = slots_of(impl, updates_of(impl));
+  if (impl.units) impl.units->end_update();
+  return words_of(found);
 }
 
 }  // namespace
@@ -125,7 +132,7 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
       .def_property_readonly("info", [](const Loading& self) { return self.info(); })
       .def_property_readonly("outer", [](const Loading& self) { return self.outer(); })
       .def("apply", &Loading::apply, no_gil());
-  engine.def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a)
+  engine.def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a, "leave_out"_a)
       .def(
           "finish_save", [](EngineObject& self) { return (*self).finish_save(); }, no_gil())
       .def(
@@ -146,6 +153,22 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
           },
           "path"_a, "strict"_a, no_gil())
       .def("slots", &slots, no_gil())
+      .def(
+          "all_slots", [](EngineObject& self) { return words_of(all_slots((*self).impl())); }, no_gil())
+      .def(
+          "words", [](EngineObject& self) { return save::Json(words_of((*self).impl())).write(); }, no_gil())
+      .def(
+          "check_words",
+          [](EngineObject& self, const std::string& words) {
+            check_words((*self).impl(), save::Json::parse(words, "a checkpoint's words"));
+          },
+          "words"_a, no_gil())
+      .def(
+          "refill",
+          [](EngineObject& self, const std::vector<at::Tensor>& values, const std::string& words) {
+            refill((*self).impl(), values, save::Json::parse(words, "a checkpoint's words"));
+          },
+          "values"_a, "words"_a, no_gil())
       .def(
           "exchange",
           [](EngineObject& self, const std::string& text, const std::string& call) {

@@ -139,6 +139,7 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     (cut ? sharded : replicated).push_back(std::move(item));
   };
   for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
+    if (slot.kind == Kind::weight && leave_out_.contains(slot.name)) continue;
     const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
     add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded);
   }
@@ -288,6 +289,8 @@ std::string Saving::begin_files(const std::string& folder) {
 void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy) {
   advance(Wait::yes);
   saved_.clear();
+  // A folder for each checkpoint would hold a file open for each.
+  std::erase_if(writers_, [this](const auto& entry) { return entry.second.get() != writer_; });
   if (options.samples < 0 || options.keep < 0) {
     throw Error(impl_.world.rank(), "save() with samples " + std::to_string(options.samples) + " and keep " +
                                         std::to_string(options.keep) + "; both must be at least 0");

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,8 @@ class Saving {
   // All are collective, and throw on every rank. Ends an earlier one first. With Copy::yes the snapshot is what the engine
   // is now, whatever it trains meanwhile; with Copy::no nothing may change before finish().
   void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy);
+  // Weights that the next ones do not hold: of frozen parameters, which others have.
+  void leave_out(std::set<std::string> names) { leave_out_ = std::move(names); }
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
   // Alone, where the others may be gone: this rank's part, at once, into files of a folder that is there. The text of its
@@ -67,11 +70,12 @@ class Saving {
   Where here(const std::string& what) const;
 
   Engine::Impl& impl_;
-  std::map<std::string, std::unique_ptr<save::Writer>> writers_;  // rank 0's: one for each folder
+  std::map<std::string, std::unique_ptr<save::Writer>> writers_;  // rank 0's: that of the last folder
   save::Writer* writer_ = nullptr;
   std::string folder_;  // the user's word for it
   std::string path_;    // of the files that are being written; empty: nothing is under way
   int64_t keep_ = 0;
+  std::set<std::string> leave_out_;
   std::string saved_;
   enum class Phase { writing, committing } phase_ = Phase::writing;
   std::unique_ptr<Task> task_;

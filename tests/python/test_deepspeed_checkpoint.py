@@ -179,9 +179,23 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     engine.step()
     with pytest.raises(plumb.SaveError, match="object"):
         engine.save_checkpoint(tmp_path, client_state={"it": object()})
+    assert (tmp_path / "latest").read_text() == "global_step3"  # the last one that is complete
     engine.destroy()
     with pytest.raises(plumb.Error, match="destroyed"):
         engine.save_checkpoint(tmp_path)
+
+
+def test_without_frozen_parameters(tmp_path: Path) -> None:
+    engine = saved(tmp_path, exclude_frozen_parameters=True)
+    first = ending(engine)
+    engine = build(2, "bf16")
+    with torch.no_grad():
+        engine.module.layers[1].weight.fill_(2.0)
+    with pytest.raises(plumb.Error, match="missing +weight 'layers.1.weight'"):
+        engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path, load_module_strict=False)
+    assert float(engine.module.layers[1].weight.mean()) == 2.0 and ending(engine)[0] == first[0]
+    assert "layers.1.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 def test_whole_models_in_f32(tmp_path: Path) -> None:

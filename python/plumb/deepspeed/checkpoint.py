@@ -99,8 +99,6 @@ def save(
         raise ConfigError(f"save_dir must be a non-empty string, got {save_dir!r}")
     name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
     frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad} if exclude_frozen else set()
-    if frozen:
-        raise ConfigError("exclude_frozen_parameters is not supported yet: frozen parameters are saved, too")
     folder = os.path.join(save_dir, name)
     engine.engine.save(
         folder, samples=engine.global_samples, keep=1, extras={EXTRA: Record(engine, client_state)}, leave_out=frozen

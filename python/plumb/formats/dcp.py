@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -124,6 +125,11 @@ def _settle(contents: Contents, run: dict[str, Any], groups: Any, kind: str) -> 
     nothing = set(run.get("without", []))  # parameters whose state only kept the place
     contents.entries = [
         entry for entry in contents.entries if entry.kind not in ("state", "value") or entry.name not in nothing
+    ]
+    buffers = set(run.get("buffers", []))
+    contents.entries = [
+        dataclasses.replace(entry, kind="buffer") if entry.kind == "weight" and entry.name in buffers else entry
+        for entry in contents.entries
     ]
     for entry in contents.of("state", "value"):
         if entry.name not in weights:

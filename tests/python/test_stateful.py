@@ -1,0 +1,195 @@
+"""torch.distributed.checkpoint saves and loads engines: any world, any strategy, the same bits, nothing gathered."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import plumb
+from plumb.formats.command import main
+from plumb.stateful import Shards, boxes
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, memory in another order than its shape, a scalar, a parameter that is never used, a frozen one, buffers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(5, 7)
+        self.conv = torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
+        self.two = torch.nn.Linear(7, 3)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.unused = torch.nn.Parameter(torch.ones(4))
+        self.frozen = torch.nn.Parameter(torch.rand(3), requires_grad=False)
+        self.to(dtype)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        weight = self.conv.weight.sum(dim=(1, 2, 3))
+        return (self.two(torch.tanh(self.one(x))) * self.scale + weight.sum() + self.frozen).float().square().mean()
+
+
+MAKES: dict[str, Any] = {
+    "plumb.AdamW": lambda p: plumb.AdamW(lr=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def build(optimizer: str, strategy: str, half: bool) -> tuple[Net, plumb.Engine]:
+    torch.manual_seed(0)
+    model = Net(torch.bfloat16 if half else torch.float32)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = plumb.Engine(
+        model, MAKES[optimizer](trained), strategy=strategy, units=[torch.nn.Linear],
+        master_weights=half or None, accumulate_dtype=torch.float32 if half else None, loss_scale=half,
+    )  # fmt: skip
+    return model, engine
+
+
+def train(model: Net, engine: plumb.Engine, until: int) -> None:
+    dtype = model.one.weight.dtype
+    while engine.steps < until:
+        g = torch.Generator().manual_seed(engine.steps)  # every rank the same: means over 1, 2 and 4 ranks are exact
+        engine.backward(model(torch.randn(8, 5, generator=g).to(dtype)))
+        engine.step()
+        engine.zero_grad()
+
+
+def ending(model: Net, engine: plumb.Engine) -> dict[str, Any]:
+    whole = {name: engine.full_parameter(p).float().tolist() for name, p in model.named_parameters()}
+    return {**whole, "seen": model.seen.item(), "steps": engine.steps, "scale": engine.loss_scale}
+
+
+def play(optimizer: str, strategy: str, half: bool, folder: str, what: str, until: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    model, engine = build(optimizer, strategy, half)
+    if what == "load":
+        dcp.load({"engine": engine}, checkpoint_id=folder)
+        assert engine.steps == 3
+    train(model, engine, until)
+    if what == "save":
+        torch.manual_seed(7)
+        dcp.save({"engine": engine}, checkpoint_id=folder)
+    if what == "async":
+        future = dcp.async_save({"engine": engine}, checkpoint_id=folder)
+        train(model, engine, until + 2)  # what is saved is what it was at the call
+        future.result()  # type: ignore[union-attr]
+    found = ending(model, engine)
+    engine.close()
+    dist.barrier()
+    return found
+
+
+WAYS = [
+    ("AdamW", "zero3", 2, "ddp", 1, True),
+    ("AdamW", "ddp", 1, "zero1", 2, False),
+    ("plumb.AdamW", "zero2", 4, "zero3", 2, True),
+    ("plumb.AdamW", "zero1", 2, "zero2", 4, False),
+    ("SGD", "zero3", 4, "zero2", 2, False),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "first", "ranks", "second", "others", "half"), WAYS)
+def test_another_world_goes_on_with_the_same_bits(
+    optimizer: str, first: str, ranks: int, second: str, others: int, half: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "all")
+    undisturbed = plumb.spawn(play, others, (optimizer, second, half, "", "", 6))[0]
+    plumb.spawn(play, ranks, (optimizer, first, half, folder, "async" if optimizer == "AdamW" else "save", 3))
+    for found in plumb.spawn(play, others, (optimizer, second, half, folder, "load", 6)):
+        assert found == undisturbed
+
+
+def refuses(folder: str) -> list[str]:
+    """What an engine says that the checkpoint does not fit; nothing of it changes."""
+    dist.init_process_group("gloo")
+    said = []
+    for optimizer, half in (("plumb.AdamW", False), ("SGD", False), ("AdamW", True)):
+        model, engine = build(optimizer, "zero3", half)
+        before = ending(model, engine)
+        try:
+            dcp.load({"engine": engine}, checkpoint_id=folder)
+            said.append("")
+        except BaseException as error:  # noqa: BLE001  (torch's own is no Exception)
+            said.append(str(error))
+        assert ending(model, engine) == before
+        engine.close()
+    model, engine = build("AdamW", "zero2", False)
+    engine.backward(model(torch.ones(2, 5)))
+    try:
+        dcp.save({"engine": engine}, checkpoint_id=folder + "-other")
+    except plumb.Error as error:
+        said.append(str(error))
+    engine.close()
+    return said
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    plumb.spawn(play, 2, ("AdamW", "zero2", False, folder, "save", 3))
+    for said in plumb.spawn(refuses, 2, (folder,)):
+        own, other, half, between = said
+        assert "Missing key" in own and "Missing key" in other and half and "state_dict()" in between
+
+
+def one_rank(folder: str, optimizer: str, steps: int) -> tuple[Any, Any]:
+    model, engine = build(optimizer, "ddp", False)
+    train(model, engine, steps)
+    dcp.save({"engine": engine}, checkpoint_id=folder, no_dist=True)
+    train(model, engine, 5)
+    expected = ending(model, engine)
+    engine.close()
+    model, engine = build(optimizer, "ddp", False)
+    dcp.load({"engine": engine}, checkpoint_id=folder, no_dist=True)
+    assert engine.steps == steps
+    train(model, engine, 5)
+    return ending(model, engine), expected
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "plumb.AdamW"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_one_process_needs_no_group(optimizer: str, steps: int, tmp_path: Path) -> None:
+    found, expected = plumb.spawn(one_rank, 1, (str(tmp_path), optimizer, steps))[0]
+    assert found == expected
+
+
+def test_the_converter_reads_what_an_engine_saved(tmp_path: Path) -> None:
+    plumb.spawn(play, 2, ("AdamW", "zero3", True, str(tmp_path / "dcp"), "save", 3))
+    assert main(["--from", "dcp", "--to", "plumb", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    model, engine = build("AdamW", "ddp", True)
+    info = engine.load(tmp_path / "ours", strict=False)
+    assert {one.what for one in info.mismatches} <= {"the loss scale"} and engine.steps == 3
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2), (0, 3)])
+def test_boxes_are_the_elements_and_no_others(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    whole = torch.arange(numel).view(shape)
+    for begin in range(numel + 1):
+        for end in range(begin, numel + 1):
+            seen: list[int] = []
+            count = 0
+            for offsets, sizes, first, last in boxes(shape, begin, end):
+                part = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] if shape else whole
+                assert part.reshape(-1).tolist() == list(range(first, last))
+                seen += range(first, last)
+                count += 1
+            assert seen == list(range(begin, end)) and count <= max(1, 2 * len(shape) - 1)
+
+
+def test_shards_are_for_checkpoints_alone() -> None:
+    value = Shards.of_whole(torch.ones(3))
+    with pytest.raises(plumb.Error, match=r"torch.distributed.checkpoint alone"):
+        value + 1
+    assert json.dumps([list(value.shape)]) == "[[3]]" and "Shards" in repr(value)
