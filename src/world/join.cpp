@@ -138,23 +138,25 @@ std::string asked_backend(const WorldOptions& options, int rank) {
   return name;
 }
 
-// One name for all: who left it open takes what another asked for. Empty when nobody asked.
+// One name for all: who left it open takes what another asked for. Empty when nobody asked. A few messages per rank.
 std::string agree_on_backend(c10d::Store& store, const Place& place, const std::string& asked) {
-  store.set("asks/" + std::to_string(place.rank), asked + ".");
-  std::string name;
-  int by = 0;
-  for (int r = 0; r < place.size; ++r) {
-    std::string its = store.get_to_str("asks/" + std::to_string(r));
-    its.pop_back();
-    if (its.empty() || its == name) continue;
-    if (!name.empty()) {
-      throw Error(place.rank, "rank " + std::to_string(by) + " asked for backend '" + name + "' and rank " +
-                                  std::to_string(r) + " for '" + its + "'; every rank must ask for the same");
-    }
-    name = its;
-    by = r;
+  const std::string first_key = "asks/first", other_key = "asks/other", all_key = "asks/all";
+  const std::string mine = asked + " " + std::to_string(place.rank);
+  const auto name_in = [](const std::string& ask) { return ask.substr(0, ask.find(' ')); };
+  const auto rank_in = [](const std::string& ask) { return ask.substr(ask.find(' ') + 1); };
+  if (!asked.empty()) {
+    const std::string first = store.compareSet(first_key, std::string(), mine);
+    if (name_in(first) != asked) store.compareSet(other_key, std::string(), mine);
   }
-  return name;
+  if (store.add("asks/count", 1) == place.size) store.set(all_key, std::string("yes"));
+  store.wait({all_key});
+  if (!store.check({first_key})) return {};
+  std::string first = store.get_to_str(first_key);
+  if (!store.check({other_key})) return name_in(first);
+  std::string other = store.get_to_str(other_key);
+  if (std::stoi(rank_in(other)) < std::stoi(rank_in(first))) first.swap(other);
+  throw Error(place.rank, "rank " + rank_in(first) + " asked for backend '" + name_in(first) + "' and rank " +
+                              rank_in(other) + " for '" + name_in(other) + "'; every rank must ask for the same");
 }
 
 // How some of the ranks, whose backend has no shared memory, find some, if those are on one machine.

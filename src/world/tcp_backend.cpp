@@ -124,6 +124,7 @@ class TcpBackend final : public c10d::Backend {
   c10::intrusive_ptr<Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
 
   void shutdown() override {
+    if (forked()) return;
     std::lock_guard lock(mutex_);
     sockets_.close("this rank has ended its part");
     move_on();
@@ -154,11 +155,14 @@ class TcpBackend final : public c10d::Backend {
   Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) const;
   static std::string contradiction(const Sockets::Transfer& expected, const Sockets::Head& came);
 
+  // A child of the process that made this has neither its thread nor a part in its messages.
+  bool forked() const { return ::getpid() != process_; }
   void need_thread();
   void stop_thread();
   void watch_alarm();
 
   const std::chrono::microseconds patience_;
+  const pid_t process_ = ::getpid();
   const arguments::Checker check_{"the tcp backend", rank_, size_};
   std::mutex mutex_;  // guards what follows
   Sockets sockets_;
@@ -292,6 +296,7 @@ void TcpBackend::watch_alarm() {
 
 void TcpBackend::stop_thread() {
   if (!thread_.joinable()) return;
+  if (forked()) return thread_.detach();
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

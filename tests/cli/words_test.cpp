@@ -73,7 +73,7 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
   expect_usage_error({"train", "--lr", "-1"}, {"--lr"});
   expect_usage_error({"train", "--dtype", "f8"}, {"--dtype", "'f8'", "f32, bf16, f16"});
   expect_usage_error({"train", "--device", "tpu"}, {"--device", "'tpu'", "cpu, cuda"});
-  expect_usage_error({"train", "--backend", "pigeon"}, {"--backend", "'pigeon'", "shm, gloo, nccl, local"});
+  expect_usage_error({"train", "--backend", "pigeon"}, {"--backend", "'pigeon'", "shm, tcp, gloo, nccl, local"});
   expect_usage_error({"train", "--backend", "nccl"}, {"--backend nccl", "--device cuda"});
   expect_usage_error({"train", "--model", "rnn"}, {"--model", "'rnn'", "gpt"});
   expect_usage_error({"train", "--timeout", "0"}, {"--timeout", "more than 0"});

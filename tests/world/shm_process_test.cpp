@@ -94,7 +94,7 @@ TEST(ShmProcesses, ThatAskForDifferentBackendsAreToldBoth) {
 }
 
 // A rank that numbers processes otherwise cannot open the others' memory.
-TEST(ShmProcesses, FallBackToGlooTogetherWhenOneCannotShare) {
+TEST(ShmProcesses, FallBackToTcpTogetherWhenOneCannotShare) {
   if (geteuid() != 0) GTEST_SKIP() << "making a process namespace takes root";
   if (std::system("unshare --pid --fork true >/dev/null 2>&1") != 0) {
     GTEST_SKIP() << "this machine does not allow `unshare --pid`";
@@ -111,10 +111,10 @@ TEST(ShmProcesses, FallBackToGlooTogetherWhenOneCannotShare) {
     for (auto& rank : ranks) {
       EXPECT_EQ(rank.join(), asked.empty() ? 0 : 3) << rank.output();
       if (asked.empty()) {
-        EXPECT_THAT(rank.output(), HasSubstr("over gloo"));
+        EXPECT_THAT(rank.output(), HasSubstr("over tcp"));
       } else {
         EXPECT_THAT(rank.output(), AllOf(HasSubstr("backend 'shm'"), HasSubstr("another process namespace"),
-                                         HasSubstr("choose 'gloo'")));
+                                         HasSubstr("choose 'tcp'")));
       }
     }
   }
