@@ -141,6 +141,14 @@ bool failed(const Rank& rank) {
   return rank.ended && !asked_to_stop(rank.status) && !(WIFEXITED(rank.status) && WEXITSTATUS(rank.status) == 0);
 }
 
+int blame(const Rank& rank) { return WIFSIGNALED(rank.status) ? 2 : rank.message.starts_with(kConsequence) ? 0 : 1; }
+
+// What a rank said, without who is to blame.
+std::string words_of(const Rank& rank) {
+  const bool marked = rank.message.starts_with(kConsequence);
+  return without_prefix(marked ? rank.message.substr(1) : rank.message);
+}
+
 // What each of the others was doing, as far as a line has room.
 std::string places(const Board& board, size_t count, size_t culprit) {
   constexpr size_t kMost = 8;
@@ -154,8 +162,8 @@ std::string places(const Board& board, size_t count, size_t culprit) {
   return told > kMost ? text + "; and " + std::to_string(told - kMost) + " more" : text;
 }
 
-// A rank that was killed is at fault before one that reported an error (which may be a consequence); among the latter,
-// the first to report. `stop` is the signal that ended the run, or 0.
+// A rank that was killed is at fault before one that reported an error, and that before one that reported another's; among
+// these, the first to report. `stop` is the signal that ended the run, or 0.
 int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop, const Board& board) {
   const auto unheeding = [stop](const Rank& rank) { return WIFSIGNALED(rank.status) && WTERMSIG(rank.status) == stop; };
   // A rank that did not listen yet is ended by the signal itself, and the others may complain that it is gone.
@@ -164,7 +172,7 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
   size_t number = 0;
   for (const size_t r : order) {
     if (!ranks[r].accused || !failed(ranks[r])) continue;
-    if (!culprit || (WIFSIGNALED(ranks[r].status) && !WIFSIGNALED(culprit->status))) {
+    if (!culprit || blame(ranks[r]) > blame(*culprit)) {
       culprit = &ranks[r];
       number = r;
     }
@@ -185,7 +193,7 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
   if (culprit->stopped != 0 && WIFSIGNALED(culprit->status)) {
     std::string said;  // by who waited for it
     for (const size_t r : order) {
-      if (said.empty() && !ranks[r].message.empty()) said = " [" + without_prefix(ranks[r].message) + "]";
+      if (said.empty() && !ranks[r].message.empty()) said = " [" + words_of(ranks[r]) + "]";
     }
     std::fprintf(stderr, "plumb: %s was stopped by signal %d (%s) and did not go on%s%s%s%s\n", who.c_str(),
                  culprit->stopped, strsignal(culprit->stopped), place.empty() ? "" : ", ", place.c_str(),
@@ -199,9 +207,8 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
     return 1;
   }
   const int code = WEXITSTATUS(culprit->status);
-  std::string message = culprit->message;
+  std::string message = words_of(*culprit);
   if (message.empty()) message = "ended with exit code " + std::to_string(code);
-  message = without_prefix(message);
   if (message.rfind("rank ", 0) != 0) message = who + ": " + message;
   std::fprintf(stderr, "plumb: %s\n", message.c_str());
   return code;

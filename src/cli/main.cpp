@@ -26,6 +26,7 @@
 #include "plumb/world.h"
 #include "world/environment.h"
 #include "world/group.h"
+#include "world/report.h"
 #include "world/strike.h"
 
 namespace plumb::cli {
@@ -64,10 +65,13 @@ std::string first_line(const std::string& text) {
   return line.rfind("plumb: ", 0) == 0 ? line : "plumb: " + line;
 }
 
-void say_error(const std::string& text) {
+enum class Cause { own, another };
+
+void say_error(const std::string& text, Cause cause = Cause::own) {
   const std::string line = first_line(text);
   if (error_fd() >= 0) {
-    if (write(error_fd(), line.data(), line.size()) == static_cast<ssize_t>(line.size())) return;
+    const std::string word = (cause == Cause::another ? std::string(1, kConsequence) : "") + line;
+    if (write(error_fd(), word.data(), word.size()) == static_cast<ssize_t>(word.size())) return;
   }
   std::fprintf(stderr, "%s\n", line.c_str());
 }
@@ -80,6 +84,9 @@ int guarded(const Body& body) {
   } catch (const UsageError& error) {
     say_error(printable(error.what()));  // it may hold a path, with any characters
     return 2;
+  } catch (const Consequence& error) {
+    say_error(error.what(), Cause::another);
+    return 1;
   } catch (const c10::Error& error) {
     say_error(error.what_without_backtrace());
     return 1;

@@ -27,6 +27,7 @@ int noted_signal();
 
 // Set by our launcher for its ranks: where a rank writes the error it ends with. -1 when nobody listens.
 inline constexpr const char* kErrorFd = "PLUMB_ERROR_FD";
+inline constexpr char kConsequence = '~';  // begins the line there of a rank that fails because another one did
 int error_fd();
 
 }  // namespace plumb::cli

@@ -131,24 +131,19 @@ StepInfo try_step(const Parts& parts, const Settings& s, int64_t samples, const 
   return parts.checkpoints.step();
 }
 
-// One step of the run; `losses` of its micro-batches here. A failure is recorded where it is asked for, and a NaN or an inf
-// followed to its origin.
+// One step of the run; `losses` of its micro-batches here. A NaN or an inf that ends it is followed to its origin, where that is
+// asked for.
 StepInfo take_step(const Parts& parts, const Settings& s, int64_t samples, std::vector<double>& losses) {
   const std::vector<model::Batch> batches = parts.job.batches(samples);
   const std::vector<at::Tensor> generators =
       s.record.empty() && !s.trace_nonfinite ? std::vector<at::Tensor>() : generator_states();
   parts.recorder.begin(samples, batches, generators);
   try {
-    try {
-      return try_step(parts, s, samples, batches, losses);
-    } catch (const NotFinite& error) {
-      if (!s.trace_nonfinite) throw;
-      const std::string origin = trace_origin(parts.engine, parts.job, batches, generators, parts.engine.steps());
-      throw Error(std::string(without_prefix(error.what())) + "; " + origin);
-    }
-  } catch (const std::exception& error) {
-    parts.recorder.write(error.what());
-    throw;
+    return try_step(parts, s, samples, batches, losses);
+  } catch (const NotFinite& error) {
+    if (!s.trace_nonfinite) throw;
+    const std::string origin = trace_origin(parts.engine, parts.job, batches, generators, parts.engine.steps());
+    throw Error(std::string(without_prefix(error.what())) + "; " + origin);
   }
 }
 
@@ -190,33 +185,38 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   WireAccount wire(world);
   std::vector<report::Step> steps;
   int signal = 0;
-  for (int64_t step = resumed; step < s.steps && signal == 0; ++step) {
-    const auto start = Clock::now();
-    wire.begin();
-    std::vector<double> losses;
-    const StepInfo info = take_step({engine, job, checkpoints, recorder, verifier}, s, samples, losses);
-    samples += s.batch;
-    wire.end();
-    Shared all = share(world, losses, step);
-    signal = all.signal;
+  try {
+    for (int64_t step = resumed; step < s.steps && signal == 0; ++step) {
+      const auto start = Clock::now();
+      wire.begin();
+      std::vector<double> losses;
+      const StepInfo info = take_step({engine, job, checkpoints, recorder, verifier}, s, samples, losses);
+      samples += s.batch;
+      wire.end();
+      Shared all = share(world, losses, step);
+      signal = all.signal;
 
-    report::Step record;
-    record.step = step + 1;
-    record.loss = all.loss;
-    record.grad_norm = info.skipped ? std::numeric_limits<double>::infinity() : info.grad_norm.item<double>();
-    record.skipped = info.skipped;
-    record.lr = info.lr;
-    record.ms = seconds_since(start) * 1e3;
-    record.tokens_per_s = static_cast<double>(s.batch * task.length()) / (record.ms / 1e3);
-    record.rss_bytes = std::move(all.rss_bytes);
-    if (eval_every > 0 && (step + 1) % eval_every == 0 && step + 1 < s.steps && signal == 0) {
-      const model::Score score = evaluate(world, task, model, 256, 0, step, signal);
-      if (signal == 0) record.accuracy = ratio(score);
+      report::Step record;
+      record.step = step + 1;
+      record.loss = all.loss;
+      record.grad_norm = info.skipped ? std::numeric_limits<double>::infinity() : info.grad_norm.item<double>();
+      record.skipped = info.skipped;
+      record.lr = info.lr;
+      record.ms = seconds_since(start) * 1e3;
+      record.tokens_per_s = static_cast<double>(s.batch * task.length()) / (record.ms / 1e3);
+      record.rss_bytes = std::move(all.rss_bytes);
+      if (eval_every > 0 && (step + 1) % eval_every == 0 && step + 1 < s.steps && signal == 0) {
+        const model::Score score = evaluate(world, task, model, 256, 0, step, signal);
+        if (signal == 0) record.accuracy = ratio(score);
+      }
+      checkpoints.after(step + 1, samples, step + 1 == s.steps || signal != 0);
+      console.step(record);
+      folder.add(report::to_json(record));
+      steps.push_back(std::move(record));
     }
-    checkpoints.after(step + 1, samples, step + 1 == s.steps || signal != 0);
-    console.step(record);
-    folder.add(report::to_json(record));
-    steps.push_back(std::move(record));
+  } catch (const std::exception& error) {
+    recorder.write(error.what());
+    throw;
   }
   const double seconds = seconds_since(begun);
 

@@ -7,6 +7,7 @@
 #include "grad/manifest.h"
 #include "layout/digest.h"
 #include "plumb/error.h"
+#include "world/report.h"
 
 namespace plumb {
 namespace {
@@ -169,10 +170,11 @@ void check_nobody_failed(int rank, const Agreement& all) {
   for (size_t other = 0; other < all.everybody.size(); ++other) {
     const Facts& facts = all.everybody[other];
     if (!facts.failed) continue;
-    throw Error(rank, "backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step) +
-                          " failed on rank " + std::to_string(other) +
-                          ", so its gradients are incomplete on every rank; call zero_grad() and run it again on every "
-                          "rank");
+    throw Consequence(
+        rank, "backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step) + " failed on rank " +
+                  std::to_string(other) +
+                  ", so its gradients are incomplete on every rank; call zero_grad() and run it again on every "
+                  "rank");
   }
 }
 

@@ -108,6 +108,10 @@ TEST(Record, HoldsTheStateOfTheStepThatFailed) {
   // A rank's part that is missing is named.
   std::filesystem::remove(there + "/record-00001.json");
   EXPECT_THAT(run({"replay", there}).err, HasSubstr("record-00001.json' is missing: rank 1 was killed"));
+  // An update that was under way has no state to go back to.
+  const std::string updating = scratch.path("updating");
+  run(with({"--record", updating}), {{"PLUMB_FAULT", "rank=1,point=update:3,kind=throw"}});
+  EXPECT_THAT(run({"replay", updating}).err, HasSubstr("recorded no state: the parameters were being updated"));
   EXPECT_THAT(run({"replay", scratch.path("nowhere")}).err, HasSubstr("no record of a failure"));
   EXPECT_EQ(run({"replay"}).code, 2);
 }
