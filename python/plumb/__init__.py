@@ -11,6 +11,7 @@ itself (each rank's loss weighted 1/N). Otherwise ``plumb.Error``, on every rank
 """
 
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
 import torch as _torch  # first: its libraries are in the process then
@@ -32,6 +33,9 @@ if _minor(_torch.__version__) != _minor(_C.torch_version):
     raise ImportError(
         f"plumb was built with torch {_C.torch_version}, and this is torch {_torch.__version__}; install plumb again with it"
     )
+
+if not getattr(_sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError("plumb needs Python's global lock, and this interpreter runs without it; start it with PYTHON_GIL=1")
 
 from . import described as _described
 from ._C import AdamW, Error, LoadInfo, LossScale, Mesh, ParameterGroup, SaveError, Schedule, SGD, StepInfo, World, strategies

@@ -551,6 +551,7 @@ def test_units_are_blocks_and_leaf_modules() -> None:
     small = {"stage3_param_persistence_threshold": 0}
     assert names(**small) == ["embed", "blocks.0", "blocks.1", "attention"]
     assert names(stage3_param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]
+    assert names(param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]  # the same by its other name
     assert names(**small, leaf_module={"names": ["blocks"]}) == ["embed", "blocks", "attention"]
     assert names() == []
 

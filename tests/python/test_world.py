@@ -172,3 +172,12 @@ def test_an_exception_ends_every_rank() -> None:
     assert second.returncode == 1 and "ValueError: enough" in second.stderr
     assert first.returncode == 1 and "plumb.Error" in first.stderr, first.stderr
     assert "rank 1" in first.stderr
+
+
+def test_an_interpreter_without_the_global_lock_is_refused_in_one_line() -> None:
+    program = "import sys; sys._is_gil_enabled = lambda: False; import plumb"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode != 0
+    assert "ImportError: plumb needs Python's global lock" in ended.stderr.splitlines()[-1]

@@ -296,8 +296,9 @@ class Config:
     def _read(self, section: str, given: Mapping[str, Any]) -> None:
         keys = SECTIONS[section]
         for name, value in given.items():
-            where = f"{section}.{name}".lstrip(".")
-            key = keys.get(name)
+            # DeepSpeed takes these without their prefix, too.
+            key = keys.get(name) or (keys.get(f"stage3_{name}") if section == "zero_optimization" else None)
+            where = f"{section}.{name if key is None else key.name}".lstrip(".")
             if key is None:
                 supported = [one.name for one in keys.values() if one.status != RAISES]
                 raise ConfigError(

@@ -156,6 +156,12 @@ class DeepSpeedEngine(Settings):
         self._held = False
         return self.engine.scale(loss)
 
+    def _backward_prologue(self, *_: Any) -> None:
+        """Called by programs that give one loss to several engines: nothing to do, a backward begins by itself."""
+
+    def _backward_epilogue(self) -> None:
+        """Likewise: when ``loss.backward()`` returns, the gradients of every engine that it reached are reduced."""
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the boundary of accumulation it updates the parameters and clears their gradients."""
         if self.inside_no_sync_ctxt:
