@@ -141,7 +141,7 @@ def command_of(side, args, model, variants, rounds, steps, warmup):
     program = [str(args.bin / side.program)] if cpp else [sys.executable, str(HERE / side.program)]
     options = {"model": model, "device": args.device, "variants": ",".join(variants)}
     options |= {"backend": side.backend} if side.program != "torch_peers.py" and side.backend else {}
-    options |= {"rounds": rounds, "steps": steps, "warmup": warmup}
+    options |= {"rounds": rounds, "steps": steps, "warmup": warmup} | ({} if cpp else {"clock": args.clock})
     return program + [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
 
@@ -260,6 +260,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant per pass")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
     parser.add_argument("--warmup", type=int, default=5, help="steps of each variant before the first block")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: a rank's own time, on a busy machine (Python)")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the memory runs")
     parser.add_argument("--quick", action="store_true", help="one short pass")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build/bench.json")
@@ -278,7 +279,7 @@ def main():
 
     load = f"{load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end"
     print(f"\n{processor()}, {cores} cores, load {load}; torch {measured[0]['torch']}; {args.device}; ", end="")
-    print(f"{args.passes * args.rounds * args.steps} timed steps per variant and rank")
+    print(f"{args.passes * args.rounds * args.steps} timed steps per variant and rank, {args.clock} time")
     print_tables(measured, args.device)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {"processor": processor(), "cores": cores, "load": load, "device": args.device}
