@@ -282,7 +282,7 @@ def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
     values = []
     for kind, name, key, owner, memory, begin, end, _ in native.all_slots():
         held = given["optim"]["state"][name][key] if kind == "optimizer" else given["model"][name]
-        values.append(held.filled(owner, owner.numel() if memory is None else end - begin))
+        values.append(held.parts[0].reshape(-1) if memory is None else held.filled(owner, end - begin))
     native.refill(values, json.dumps(words))
     if engine._steps is not None:
         _restore(engine, given, run)

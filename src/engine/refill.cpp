@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "engine/filling.h"
 #include "engine/saving.h"
 #include "grad/mode.h"
 
@@ -15,14 +16,6 @@ std::map<std::string, int64_t> all_updated(Engine::Impl& impl) {
   std::map<std::string, int64_t> updates;
   for (const Sink& sink : impl.reducer->sinks()) updates[sink.name] = 1;
   return updates;
-}
-
-void copy_into(const SavedSlot& slot, const at::Tensor& value) {
-  if (slot.memory.defined()) {
-    slot.memory.copy_(value);
-  } else {
-    slot.owner.detach().copy_(value.view(slot.owner.sizes()));
-  }
 }
 
 }  // namespace
@@ -98,17 +91,9 @@ void refill(Engine::Impl& impl, const std::vector<at::Tensor>& values, const Jso
   const bool counts_updates = !std::holds_alternative<NoOptimizer>(impl.updater->optimizer());
   std::vector<int64_t> updates;
   for (const Sink& sink : impl.reducer->sinks()) updates.push_back(counts_updates ? counts[sink.name] : 0);
-  for (const auto& [name, parameter] : impl.parameters) parameter.mutable_grad().reset();
-  if (impl.units) impl.units->begin_update();
-  std::deque<Bucket>& buckets = impl.reducer->buckets();
-  for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
-  impl.updater->forget(buckets, updates);
-  for (size_t i = 0; i < slots.size(); ++i) copy_into(slots[i], values[i]);
-  for (const Sink& sink : impl.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();
-  impl.updater->filled(buckets);
-  for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
-  if (impl.units) impl.units->end_update();
-  impl.reducer->remember_parameters();
+  std::vector<Filling> fillings;
+  for (size_t i = 0; i < slots.size(); ++i) fillings.push_back({slots[i], values[i]});
+  fill(impl, fillings, [&] { impl.updater->forget(impl.reducer->buckets(), updates); });
   Rates& rates = impl.updater->rates();
   if (counts_updates && !impl.updater->is_users()) {
     rates.set_lr(words.at("lr", what).number("'lr'"));

@@ -45,9 +45,9 @@ MAKES: dict[str, Any] = {
 }
 
 
-def build(optimizer: str, strategy: str, half: bool) -> tuple[Net, plumb.Engine]:
+def build(optimizer: str, strategy: str, half: bool, dtype: torch.dtype = torch.float32) -> tuple[Net, plumb.Engine]:
     torch.manual_seed(0)
-    model = Net(torch.bfloat16 if half else torch.float32)
+    model = Net(torch.bfloat16 if half else dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = plumb.Engine(
         model, MAKES[optimizer](trained), strategy=strategy, units=[torch.nn.Linear],
@@ -66,7 +66,7 @@ def train(model: Net, engine: plumb.Engine, until: int) -> None:
 
 
 def ending(model: Net, engine: plumb.Engine) -> dict[str, Any]:
-    whole = {name: engine.full_parameter(p).float().tolist() for name, p in model.named_parameters()}
+    whole = {name: engine.full_parameter(p).double().tolist() for name, p in model.named_parameters()}
     return {**whole, "seen": model.seen.item(), "steps": engine.steps, "scale": engine.loss_scale}
 
 
@@ -114,8 +114,9 @@ def refuses(folder: str) -> list[str]:
     """What an engine says that the checkpoint does not fit; nothing of it changes."""
     dist.init_process_group("gloo")
     said = []
-    for optimizer, half in (("plumb.AdamW", False), ("SGD", False), ("AdamW", True)):
-        model, engine = build(optimizer, "zero3", half)
+    others = (("plumb.AdamW", torch.float32), ("SGD", torch.float32), ("AdamW", torch.bfloat16), ("AdamW", torch.float64))
+    for optimizer, dtype in others:
+        model, engine = build(optimizer, "zero3", dtype == torch.bfloat16, dtype)
         before = ending(model, engine)
         try:
             dcp.load({"engine": engine}, checkpoint_id=folder)
@@ -138,8 +139,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
     plumb.spawn(play, 2, ("AdamW", "zero2", False, folder, "save", 3))
     for said in plumb.spawn(refuses, 2, (folder,)):
-        own, other, half, between = said
-        assert "Missing key" in own and "Missing key" in other and half and "state_dict()" in between
+        own, other, half, double, between = said
+        assert "Missing key" in own and "Missing key" in other and "Missing key" in half and "state_dict()" in between
+        assert "nothing was loaded" in double and "float32" in double and "float64" in double
 
 
 def one_rank(folder: str, optimizer: str, steps: int) -> tuple[Any, Any]:
