@@ -5,6 +5,8 @@ No pickle: tensors are tensors, everything else is JSON.
 
 from __future__ import annotations
 
+import argparse
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -49,6 +51,10 @@ def pack(value: Any, what: str) -> list[tuple[str, torch.Tensor]]:
             return {"set": [one(item, where) for item in sorted(value)]}
         if isinstance(value, Mapping):
             return {"dict": [[one(key, where), one(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, argparse.Namespace):
+            return {"namespace": one(vars(value), where)}
         if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
             return {"numpy": str(value.dtype), "value": one(value.tolist(), where)}
         raise Error(f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts")
@@ -74,6 +80,10 @@ def unpack(packed: list[tuple[str, torch.Tensor]]) -> Any:
             return {one(item) for item in value["set"]}
         if "float" in value:
             return float(value["float"])
+        if "bytes" in value:
+            return base64.b64decode(value["bytes"])
+        if "namespace" in value:
+            return argparse.Namespace(**one(value["namespace"]))
         if "numpy" in value:
             import numpy
 
@@ -170,7 +180,12 @@ def fits(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[st
     if saved["class"] != type(optimizer).__name__:
         raise Error(f"the checkpoint holds the state of {saved['class']}, and this optimizer is {type(optimizer).__name__}")
     if here != there:
-        raise Error(f"the optimizer's groups hold {[len(g) for g in here]} parameters, and those of the checkpoint {[len(g) for g in there]}, or others")
+        pairs = zip(sum(here, []), sum(there, []), strict=False)
+        first = next((f"; the first that differ are '{one}' here and '{other}' there" for one, other in pairs if one != other), "")
+        raise Error(
+            f"the optimizer's groups hold {[len(g) for g in here]} parameters, and those of the checkpoint"
+            f" {[len(g) for g in there]}{first}: load_weights() takes the weights alone"
+        )
 
 
 def restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from pathlib import Path
 
@@ -132,6 +133,17 @@ def test_refuses_another_optimizer_and_changes_nothing(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_names_the_parameters_that_differ(tmp_path: Path) -> None:
+    model, _, engine = in_process("adamw")
+    engine.save(tmp_path)
+    engine.close()
+    parameters = [(f"other.{name}", p) for name, p in model.named_parameters()]
+    engine = plumb.Engine(parameters, torch.optim.AdamW(p for _, p in parameters))
+    with pytest.raises(plumb.Error, match="'other.one.weight' here and 'one.weight' there: load_weights"):
+        engine.load(tmp_path, strict=False)
+    engine.close()
+
+
 def test_files_are_read_by_the_safetensors_package_and_the_other_way_round(tmp_path: Path) -> None:
     model, _, engine = in_process("adamw")
     train(model, engine, 1)
@@ -164,7 +176,8 @@ class Extra:
 def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
     model, _, engine = in_process("sgd")
     extra = Extra()
-    extra.state = {"a": [1, 2.5, None, True, (3, "x")], 7: float("inf"), "t": torch.arange(4), "s": {1, 2}, "n": {}}
+    extra.state = {"a": [1, 2.5, None, True, (3, "x")], 7: float("inf"), "t": torch.arange(4), "s": {1, 2}, "n": {},
+        "b": b"\x00\xff", "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99))}  # fmt: skip
     engine.save(tmp_path, extras={"mine": extra})
     again = Extra()
     engine.load(tmp_path, extras={"mine": again})
