@@ -161,7 +161,11 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
       if (name == one.parameter) slot.owner = parameter;
     }
     at::Tensor memory = one.value.detach();
-    if (one.place == OuterTensor::Place::whole) {
+    if (one.place == OuterTensor::Place::whole && memory.strides() == slot.owner.strides() &&
+        memory.is_non_overlapping_and_dense()) {
+      memory =
+          memory.as_strided({memory.numel()}, {1}, memory.storage_offset());  // in the order of its parameter already
+    } else if (one.place == OuterTensor::Place::whole) {
       memory = at::empty({slot.owner.numel()}, one.value.options());
       view_in(memory, 0, slot.owner).copy_(one.value.detach());
     }
