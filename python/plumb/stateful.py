@@ -55,6 +55,11 @@ def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> Iterator[Bo
         yield (row, *offsets), (1, *sizes), first + at, last + at
 
 
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Its dimensions, from the outermost in its memory inwards."""
+    return sorted(range(tensor.dim()), key=lambda i: (-int(tensor.stride()[i]), i))
+
+
 class Shards(torch.Tensor):
     """Those elements of a tensor that this rank holds. Only torch.distributed.checkpoint can do anything with it."""
 
@@ -66,14 +71,15 @@ class Shards(torch.Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, parts: list[torch.Tensor], chunks: list[Any]
     ) -> "Shards":
-        made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         made.parts, made.chunks, made.loads = parts, chunks, False
-        return made
+        shards: Shards = made
+        return shards
 
     @classmethod
     def of_flat(cls, like: torch.Tensor, flat: torch.Tensor, begin: int) -> "Shards":
         """``flat``: elements from ``begin`` on, in the order of the memory of ``like``."""
-        order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i)) if like.dim() > 1 and not like.is_contiguous() else None
+        order = None if like.dim() < 2 or like.is_contiguous() else _order(like)
         shape = list(like.shape) if order is None else [like.shape[i] for i in order]
         back = None if order is None else [order.index(i) for i in range(like.dim())]
         parts, chunks = [], []
@@ -93,14 +99,14 @@ class Shards(torch.Tensor):
         return cls(value.shape, value.dtype, [value], [(tuple(0 for _ in value.shape), tuple(value.shape))])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.new_empty.default:  # how a copy for an asynchronous save begins
             return cls(args[0].shape, args[0].dtype, [], [])
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise Error(f"{func} of a part of an engine's state; it is for torch.distributed.checkpoint alone")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Shards({list(self.shape)}, {self.dtype}, {self.chunks})"
 
     # ---- torch.distributed.checkpoint's own words
@@ -135,7 +141,7 @@ class Shards(torch.Tensor):
         """What was loaded, flat, in the order of the memory of ``like``."""
         flat = torch.empty(numel, dtype=self.dtype)
         begin = 0
-        order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
+        order = _order(like)
         for part in self.parts:
             turned = part if like.is_contiguous() or like.dim() < 2 else part.permute(order)
             flat[begin : begin + part.numel()].copy_(turned.reshape(-1))
@@ -197,7 +203,9 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
             " rank to know all of its state: use engine.save()"
         )
     names = engine._names
-    groups, values, without = [], {}, []
+    groups: list[dict[str, Any]] = []
+    values: dict[str, dict[str, Any]] = {}
+    without: list[str] = []
     for group in optimizer.param_groups:
         settings = {k: _save._text(v, f"'{k}' of a group") for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({"params": [names[id(p)] for p in group["params"]], "settings": settings})
