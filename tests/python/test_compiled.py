@@ -216,6 +216,7 @@ def each_block(model: torch.nn.Module) -> torch.nn.Module:
 
 def ran_before(model: torch.nn.Module) -> torch.nn.Module:
     """Compiled and run before there is an engine: what was compiled then knows nothing of units."""
+    torch._dynamo.reset()  # nor do graphs of other models of its kind serve it
     seen = torch.compile(model, backend=AOT_EAGER)
     Play(seen, 0, 1, 1.0).loss(0).backward()
     model.zero_grad()
