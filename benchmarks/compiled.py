@@ -1,6 +1,6 @@
 """Compiled training steps, Plumb beside its peers and beside its own eager, in one run.
 
-    PYTHONPATH=build/python python benchmarks/compiled.py [--rounds 12] [--steps 3] [--only plumb,ddp]
+    PYTHONPATH=build/python python benchmarks/compiled.py [--rounds 12] [--steps 3] [--only 'plumb ddp;torch']
 
 Two ranks of one thread on this machine, a small GPT, AdamW. Every rank holds all variants, and they take their steps in turn: a
 round is a few steps of each, and a round's time of a variant is divided by that of ``plumb ddp, compiled`` (replicated) or
@@ -137,7 +137,7 @@ def begin() -> None:
 
 def measure(rounds: int, steps: int, only: str) -> tuple[dict[str, list[float]], dict[str, float]]:
     begin()
-    wanted = {name: build for name, build in {**REPLICATED, **SHARDED}.items() if any(word in name for word in only.split(","))}
+    wanted = {name: build for name, build in {**REPLICATED, **SHARDED}.items() if any(word in name for word in only.split(";"))}
     variants, losses = {}, {}
     for name, build in wanted.items():
         try:
@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", default="plumb,torch,FSDP2")
+    parser.add_argument("--only", default="plumb;torch;FSDP2")
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -192,7 +192,7 @@ def main() -> None:
         if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
             os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
         for name in {**REPLICATED, **SHARDED}:
-            if any(word in name for word in options.only.split(",")):
+            if any(word in name for word in options.only.split(";")):
                 print(f"{name:42s} {max(plumb.spawn(most_memory, 2, (name,), timeout=600)):8.0f} MB", flush=True)
         return
     times, losses = plumb.spawn(measure, 2, (options.rounds, options.steps, options.only), timeout=3000)[0]
