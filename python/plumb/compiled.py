@@ -52,6 +52,15 @@ class Counts:
     handed_back: int  #: returned to autograd: no engine's, watched by hooks of others, or asked for by ``autograd.grad``
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathers:
+    """What whole graphs of sharded models did in this process."""
+
+    times: int  #: units gathered inside of graphs
+    bytes: int  #: of whole parameters that graphs have right now
+    most_bytes: int  #: that they had at once
+
+
 _made: list[Backward] = []
 
 
@@ -66,6 +75,11 @@ def explain() -> list[Backward]:
 def counts() -> Counts:
     """How many gradients compiled backwards have delivered so far."""
     return Counts(*_C.output_counts())
+
+
+def gathers() -> Gathers:
+    """What graphs gathered so far that were compiled with ``fullgraph=True``."""
+    return Gathers(*_C.graph_gathers())
 
 
 # ---- the pass over a backward graph

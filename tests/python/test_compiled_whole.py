@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import plumb
-from plumb import _C, compiled_units
+from plumb import _C, compiled, compiled_units
 from programs import ROWS
 from stage import STEP, ZERO, Block, Net, Play, distance, make
 from test_compiled import AOT_EAGER, compare, engine_for, shapes_that_change, two_producers, unused_outputs
@@ -95,8 +95,8 @@ def whole(strategy: str) -> dict[str, float]:
         cases["two producers"] = lambda: compare(two_producers, strategy, world, one)
         cases["units run twice, and tied"] = lambda: compare(ROWS["plain"], strategy, world, one, of(Again))
     far = {name: case() for name, case in cases.items()}
-    assert _C.graph_gathers()[0] > 0, "graphs gathered nothing"
-    assert _C.graph_gathers()[1] == 0, "graphs still have gathered parameters"
+    assert compiled.gathers().times > 0, "graphs gathered nothing"
+    assert compiled.gathers().bytes == 0, "graphs still have gathered parameters"
     return far
 
 
