@@ -246,6 +246,8 @@ def _install() -> None:
         return
     _installed = True
     _keep_out()
+    if _has_units:
+        _guard_hooks()
     import torch._inductor.config as config
     from torch._dynamo.backends.registry import list_backends, register_backend
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -273,8 +275,20 @@ def _install() -> None:
             register_backend(function, name=name)
 
 
+_has_units = False
+
+
+def _guard_hooks() -> None:
+    """Models of one kind differ by their hooks: one has units, another none."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 def forget_graphs() -> None:
-    """A model has units from now on: what was compiled before knows nothing of them, and torch's guards do not look at hooks."""
+    """A model has units from now on: what was compiled before knows nothing of them, and torch's guards did not look at hooks."""
+    global _has_units
+    _has_units = True
+    if "torch._dynamo.config" in sys.modules:
+        _guard_hooks()
     if "torch._dynamo.convert_frame" in sys.modules and torch._dynamo.convert_frame.input_codes.seen:
         torch._dynamo.reset_code_caches()
 

@@ -208,6 +208,23 @@ def test_a_graph_leaves_a_unit_to_those_who_hold_it() -> None:
     assert max(plumb.spawn(held_by_others, 2)) < 1e-12
 
 
+def beside_another(whole_graph: bool) -> float:
+    """A model of the same kind without units, compiled first: its graph is not for a sharded one."""
+    world = plumb.World.join(backend="shm", timeout=60)
+    model, other, twin = make(), make(), make()
+    with engine_for(model, "zero3", world) as engine:
+        for one in (other, model):
+            seen = torch.compile(one, backend=AOT_EAGER, fullgraph=whole_graph)
+            far = float((seen(Play(twin, 0, 1, 1.0).data(0)) - twin(Play(twin, 0, 1, 1.0).data(0))).abs().max())
+        assert engine.gathered_bytes == 0
+        return far
+
+
+@pytest.mark.parametrize("whole_graph", [False, True])
+def test_a_graph_of_a_model_without_units_is_not_for_one_with_them(whole_graph: bool) -> None:
+    assert max(plumb.spawn(beside_another, 2, (whole_graph,), timeout=100)) < 1e-12
+
+
 def serves_others() -> tuple[float, float]:
     """A graph with gathers serves a model of the same kind that nobody shards."""
     world = plumb.World.join(backend="shm", timeout=60)
