@@ -21,13 +21,15 @@ struct Incoming {
   at::Tensor memory;               // that it lies in
   at::Tensor arriving;             // the reduction of it, when it is to be added to the gradient
   std::vector<at::Tensor> shares;  // deterministic mode: partial sums of this step's passes, as a binary tree
+  at::Tensor before;               // and the gradient that was there before them; undefined: none
 };
 
 struct Bucket {
   int index = -1;
-  int unit = -1;                      // the unit whose parameters these are; -1: parameters that are always whole
-  std::vector<Sink*> sinks;           // in the order they lie in memory
-  bool frozen = false;                // none of them was trained when it was placed: reduced only if somebody asks
+  int unit = -1;             // the unit whose parameters these are; -1: parameters that are always whole
+  std::vector<Sink*> sinks;  // in the order they lie in memory
+  bool frozen = false;       // on no rank one of them was trained at the last step, or when it was placed: reduced
+                             // only if somebody asks
   at::ScalarType dtype = at::kFloat;  // of the gradient: the widest that a member's rule asks for
   int64_t numel = 0;                  // of all of them, with padding that stays zero
   Range kept;            // of the reduced gradient: this rank's part where gradients are sharded, otherwise all of it
@@ -63,6 +65,10 @@ struct Bucket {
     return !incoming.shares.empty() || std::any_of(sinks.begin(), sinks.end(), [](const Sink* sink) {
       return sink->grad().defined() || sink->contributed || sink->collected > 0;
     });
+  }
+  // Whether none of its parameters is trained at the moment.
+  bool idle() const {
+    return std::none_of(sinks.begin(), sinks.end(), [](const Sink* sink) { return sink->parameter.requires_grad(); });
   }
   int64_t after(size_t sink) const { return sink + 1 < sinks.size() ? sinks[sink + 1]->slot.offset : numel; }
 };

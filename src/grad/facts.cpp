@@ -72,6 +72,7 @@ std::vector<int64_t> Facts::pack() const {
   std::vector<int64_t> words = {
       static_cast<int64_t>(kind), step, pass, newcomers, rules, writes, failed, settings, gathers, weighted, absent};
   pack_bits(late, words);
+  pack_bits(idle, words);
   for (const auto bits : kByParameter) pack_bits(this->*bits, words);
   return words;
 }
@@ -91,6 +92,7 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.absent = words[10] != 0;
   words = words.subspan(kHead);
   facts.late = unpack_bits(words, buckets);
+  facts.idle = unpack_bits(words, buckets);
   for (const auto bits : kByParameter) facts.*bits = unpack_bits(words, parameters);
   return facts;
 }

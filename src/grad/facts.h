@@ -16,15 +16,17 @@ struct Facts {
   Where::Kind kind = Where::Kind::backward;
   int64_t step = 0;
   int64_t pass = 0;
-  bool failed = false;     // this rank's backward threw: its gradients are incomplete
-  int64_t newcomers = 0;   // digest of the parameters that began to require a gradient; 0: none
-  int64_t rules = 0;       // digest of the dtypes that the parameters' gradients have
-  int64_t settings = 0;    // at a step: digest of what the user may set between steps
-  int64_t gathers = 0;     // digest of the parameters that were gathered by messages, in order
-  int64_t weighted = 0;    // how many backwards of this step had a weight
-  bool absent = false;     // this rank ran out of inputs and contributes nothing
-  bool writes = false;     // neither: it is in a call of the user's that writes parameters
-  std::vector<bool> late;  // by bucket: must be reduced (again)
+  bool failed = false;    // this rank's backward threw: its gradients are incomplete
+  int64_t newcomers = 0;  // digest of the parameters that began to require a gradient; 0: none
+  int64_t rules = 0;      // digest of the dtypes that the parameters' gradients have
+  int64_t settings = 0;   // at a step: digest of what the user may set between steps
+  int64_t gathers = 0;    // digest of the parameters that were gathered by messages, in order
+  int64_t weighted = 0;   // how many backwards of this step had a weight
+  bool absent = false;    // this rank ran out of inputs and contributes nothing
+  bool writes = false;    // neither: it is in a call of the user's that writes parameters
+  // By bucket.
+  std::vector<bool> late;  // must be reduced (again)
+  std::vector<bool> idle;  // none of its parameters is trained at the moment
   // By parameter.
   std::vector<bool> used;     // this rank has a gradient
   std::vector<bool> changed;  // at a step: the user changed the parameter since the last one; or writes it now

@@ -412,6 +412,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.weight = weights_.sum();
   mine.weighted = weights_.count();
   mine.late = std::move(late);
+  for (const Bucket& bucket : buckets_) mine.idle.push_back(bucket.idle());
   for (const Sink& sink : sinks()) mine.used.push_back(sink.grad().defined() || sink.contributed);
   mine.changed = kind == Where::Kind::step ? changes_.changed_parameters(sinks()) : std::vector<bool>(sinks().size());
   mine.cleared = changes_.cleared();
@@ -434,6 +435,7 @@ Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
   mine.writes = true;
   mine.rules = buckets_.rules_digest();
   mine.late.resize(buckets_.size());
+  mine.idle.resize(buckets_.size());
   for (auto* bits : {&mine.used, &mine.changed, &mine.cleared, &mine.touched, &mine.intact})
     bits->resize(sinks().size());
   for (const at::Tensor& parameter : parameters) {

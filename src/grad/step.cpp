@@ -52,6 +52,7 @@ void Reducer::settle_step() {
       if (sink.grad_mirrored()) sink.settle();  // the user may have changed it since its reduction
     }
   }
+  for (Bucket& bucket : buckets_) bucket.frozen = all.every.idle[static_cast<size_t>(bucket.index)];
 }
 
 // Its gradients are not the ranks' mean: they were held, or the user's own tensors replaced them.

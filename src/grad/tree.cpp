@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace plumb {
 namespace {
 
@@ -22,6 +24,11 @@ int sums_after(int64_t leaf, int64_t begin, int64_t end) {
   return inside + (leaf == end - 1 ? 1 : 0);
 }
 
+// In place, or as a piece that was computed of the one that is shown.
+bool was_changed(const Sink& sink) {
+  return sink.changed_in_place() || (sink.grad_elsewhere() && sink.grad_is_piece());
+}
+
 }  // namespace
 
 at::Tensor Tree::memory_for(const Bucket& bucket) {
@@ -30,21 +37,36 @@ at::Tensor Tree::memory_for(const Bucket& bucket) {
   return team_.data().allocate(bucket.numel, at::TensorOptions().dtype(bucket.dtype).device(bucket.device()));
 }
 
-// Gradients the user dropped since the last share are dropped from the sums too.
+// Gradients the user dropped or replaced since the last share are dropped from the sums too. One that replaces them is part of
+// the next share.
 void Tree::open_pass(int64_t pass, const std::deque<Sink>& sinks) {
   at::NoGradGuard no_grad;
   if (pass == 1) return;
   for (const Sink& sink : sinks) {
-    Bucket& bucket = buckets_.of(sink);
-    if (!sink.grad().defined()) {
-      const Alone alone(bucket.lanes, bucket.device());
-      for (at::Tensor& sum : bucket.incoming.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
-    } else if (sink.changed_in_place()) {
+    if (was_changed(sink)) {
       throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
                                     "' was changed in place between two backwards of one deterministic step, whose "
                                     "shares are summed at step(); scale the loss, or clear gradients with zero_grad()");
     }
+    if (!sink.grad_in_bucket()) forget_shares(sink);
   }
+}
+
+void Tree::forget_shares(const Sink& sink) {
+  Bucket& bucket = buckets_.of(sink);
+  const Alone alone(bucket.lanes, bucket.device());
+  for (at::Tensor& sum : bucket.incoming.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
+  if (!bucket.incoming.before.defined()) return;
+  bucket.incoming.before.narrow(0, sink.view.storage_offset() - bucket.gradient.storage_offset(), sink.view.numel())
+      .zero_();
+}
+
+// Until step(), .grad is what this rank has so far, as under no_sync: its own shares, on top of what it kept.
+void Tree::show(Bucket& bucket) {
+  const Incoming& incoming = bucket.incoming;
+  incoming.before.defined() ? bucket.gradient.copy_(incoming.before) : bucket.gradient.zero_();
+  for (const at::Tensor& share : incoming.shares)
+    bucket.gradient.add_(share.narrow(0, bucket.kept.begin, bucket.kept.size()));
 }
 
 // The share joins the sums of those before it, wherever the tree says so.
@@ -65,10 +87,12 @@ void Tree::close_held_pass(int64_t pass) {
     const Alone alone(bucket.lanes, bucket.device());
     buckets_.make_gradient(bucket);
     for (Sink* sink : bucket.sinks) {
-      const bool contributed = sink->contributed || (sink->grad().defined() && !sink->grad_in_bucket());
-      if (!sink->grad().defined() && contributed) sink->view.zero_();
-      sink->contributed = contributed;
+      if (sink->grad_in_bucket()) continue;
+      sink->contributed = sink->contributed || sink->grad().defined();
+      sink->view.zero_();  // what no gradient stands for is old
     }
+    if (bucket.incoming.shares.empty() && std::ranges::any_of(bucket.sinks, &Sink::grad_in_bucket))
+      bucket.incoming.before = bucket.gradient.clone();
     complete_incoming(bucket);
     for (Sink* sink : bucket.sinks) {
       if (!sink->grad().defined() && sink->contributed) sink->grad() = sink->shown;
@@ -81,13 +105,14 @@ void Tree::close_held_pass(int64_t pass) {
     join(shares, bucket.incoming.sum, pass);
     bucket.incoming.sum.reset();
     bucket.incoming.memory.reset();
+    show(bucket);
   }
 }
 
 void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
   const int64_t count = shares_per_step();
   for (const Sink& sink : sinks) {
-    if (passes == 0 || !sink.changed_in_place()) continue;
+    if (passes == 0 || !was_changed(sink)) continue;
     throw Error(team_.rank(),
                 "the gradient of parameter '" + sink.name +
                     "' was changed in place before step() in deterministic mode, which sums the shares only "
@@ -103,9 +128,14 @@ void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
 void Tree::begin(Bucket& bucket, const Where& where) {
   buckets_.make_gradient(bucket, bucket.has_gradient() ? Buckets::Blank::yes : Buckets::Blank::no);
   if (!bucket.incoming.shares.empty()) {
+    for (const Sink* sink : bucket.sinks) {
+      if (!sink->grad_in_bucket()) forget_shares(*sink);  // cleared or replaced since the last share
+    }
     bucket.incoming.sum = bucket.incoming.shares.front();
     bucket.incoming.shares.clear();
     for (Sink* sink : bucket.sinks) sink->collected = 1;  // the sums hold something, zeros at least, for all of them
+    bucket.incoming.before.defined() ? bucket.gradient.copy_(bucket.incoming.before) : bucket.gradient.zero_();
+    bucket.incoming.before.reset();
   }
   complete_incoming(bucket);
   ledger_.reduced(bucket.index);

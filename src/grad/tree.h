@@ -24,6 +24,8 @@ class Tree final : public Collected {
   double scale() const override { return 1.0; }  // the sum of all of them is scaled
   at::Tensor memory_for(const Bucket& bucket) override;
   void arrived(Bucket& bucket, const Where& where) override;
+  void forget_shares(const Sink& sink);
+  void show(Bucket& bucket);
   void reduce(Bucket& bucket, const Where& where);
   int64_t shares_per_step() const { return virtual_ranks_ / team_.size(); }  // of this rank
 

@@ -148,6 +148,22 @@ TEST_P(Deliver, TakesABf16RawGradientUnderTheRuleNone) {
   });
 }
 
+TEST(DeliverAlone, KeepsTheDtypeOfAGradientUnderTheRuleNone) {
+  run_local(2, [](World world) {
+    at::Tensor wide = at::zeros({6}).requires_grad_();
+    wide.set_grad_dtype(std::nullopt);
+    Engine engine(world, NamedTensors{{"wide", wide}}, {}, SGD{.lr = 1});
+    for (int step = 1; step <= 2; ++step) {
+      engine.deliver(wide, at::full({6}, 2.0, at::kBFloat16));
+      engine.end_pass();
+      EXPECT_EQ(wide.grad().scalar_type(), at::kBFloat16);
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(wide.detach().eq(-2.0 * step).all().item<bool>()) << wide;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Deliver, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 

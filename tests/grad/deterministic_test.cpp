@@ -119,6 +119,111 @@ TEST(Deterministic, AStepWithTheWrongNumberOfBackwardsIsAnError) {
   });
 }
 
+// What a program may do to .grad between two shares, and after the last one, against the sums of one process.
+TEST(Deterministic, GradientsMayBeReadClearedAndReplacedBeforeTheStep) {
+  enum class Act { nothing, clears, assigns, halves };
+  using enum Act;
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const auto& [between, after] : std::vector<std::pair<Act, Act>>{{nothing, nothing},
+                                                                         {clears, nothing},
+                                                                         {assigns, nothing},
+                                                                         {halves, nothing},
+                                                                         {nothing, clears},
+                                                                         {nothing, assigns},
+                                                                         {nothing, halves}}) {
+      const bool pieces = strategy == "zero2";
+      if (pieces && (between == halves || after == halves)) continue;  // refused: see below
+      for (const bool keeps : {false, true}) {
+        SCOPED_TRACE(c10::str(strategy, ", ", static_cast<int>(between), ", ", static_cast<int>(after), ", ", keeps));
+        const auto gradient = [](int rank, int step, int share) {
+          return at::arange(7, at::kDouble).mul(0.3).add(rank + 10 * step + 3 * share).sin();
+        };
+        run_local(2, [&](World world) {
+          at::Tensor a = at::zeros({7}, at::kDouble).requires_grad_(), b = at::zeros({3}, at::kDouble).requires_grad_();
+          Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1.0},
+                        {.strategy = strategy, .deterministic = true, .virtual_ranks = 4});
+          std::vector<at::Tensor> plain(2);  // what each rank has accumulated
+          at::Tensor weight = at::zeros({7}, at::kDouble);
+          const auto act = [&](Act what, int step) {
+            if (what == nothing) return;
+            const at::Tensor given = at::full({7}, 0.5 + step, at::kDouble);
+            at::Tensor& mine = a.mutable_grad();
+            if (what == halves) mine = mine * 0.5;
+            if (what == clears) mine.reset();
+            if (what == assigns) mine = given.clone();
+            for (at::Tensor& one : plain)
+              one = what == halves ? one * 0.5 : what == clears ? at::Tensor() : given.clone();
+          };
+          for (int step = 0; step < 3; ++step) {
+            for (int share = 0; share < 2; ++share) {
+              ((a * gradient(world.rank(), step, share)).sum() + b.sum()).backward();
+              for (int rank = 0; rank < 2; ++rank) {
+                const at::Tensor more = gradient(rank, step, share);
+                plain[rank] = plain[rank].defined() ? plain[rank] + more : more;
+              }
+              if (!pieces) {
+                EXPECT_TRUE(at::allclose(a.grad(), plain[world.rank()])) << "read after share " << share;
+              }
+              act(share == 0 ? between : after, step);
+            }
+            engine.step();
+            const at::Tensor found = engine.full_gradient(a);
+            ASSERT_EQ(found.defined(), plain[0].defined());
+            if (found.defined()) {
+              const at::Tensor mean = (plain[0] + plain[1]) / 2;
+              EXPECT_TRUE(at::allclose(found, mean)) << "step " << step << ": " << found << mean;
+              weight = weight - mean;
+              plain = {mean, mean};
+            }
+            EXPECT_TRUE(at::allclose(engine.full_parameter(a), weight)) << "step " << step;
+            if (!keeps) {
+              engine.zero_grad();
+              plain = {{}, {}};
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Deterministic, NobodyIsAnsweredForAllRanksBeforeTheStep) {
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({8}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1.0},
+                    {.strategy = strategy, .deterministic = true, .virtual_ranks = 2});
+      a.sum().backward();
+      const auto refused = testing::ThrowsMessage<Error>(testing::HasSubstr("deterministic mode"));
+      EXPECT_THAT([&] { engine.full_gradient(a); }, refused);
+      EXPECT_THAT([&] { engine.grad_norm(); }, refused);
+      if (strategy == "zero2") {
+        EXPECT_THAT([&] { a.grad().norm(); }, refused);
+      }
+      engine.step();
+      EXPECT_TRUE(engine.full_gradient(a).eq(1).all().item<bool>());
+    });
+  }
+}
+
+TEST(Deterministic, APieceComputedOfTheOneThatIsShownIsRefused) {
+  for (const bool between : {false, true}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({8}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1.0},
+                    {.strategy = "zero2", .deterministic = true, .virtual_ranks = 4});
+      a.sum().backward();
+      if (between) a.mutable_grad() = a.grad() * 0.5;
+      const auto rest = [&] {
+        a.sum().backward();
+        if (!between) a.mutable_grad() = a.grad() * 0.5;
+        engine.step();
+      };
+      EXPECT_THAT(rest, testing::ThrowsMessage<Error>(testing::HasSubstr("'a' was changed in place")));
+    });
+  }
+}
+
 // The sums of a step's shares are elsewhere until step(): a change of .grad would be lost.
 TEST(Deterministic, AGradientChangedAfterTheLastShareIsAnError) {
   run_local(2, [](World world) {

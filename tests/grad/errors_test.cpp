@@ -4,6 +4,7 @@
 
 #include <mutex>
 
+#include "errors.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -11,28 +12,11 @@ namespace plumb {
 namespace {
 
 using scenarios::Net;
+using test::errors;
 using testing::AllOf;
 using testing::AnyOf;
 using testing::Each;
 using testing::HasSubstr;
-
-// Every rank's error, or "none".
-std::vector<std::string> errors(int ranks, const std::function<void(World)>& body) {
-  std::vector<std::string> texts(ranks, "none");
-  const auto begin = std::chrono::steady_clock::now();
-  run_local(ranks,
-            [&](World world) {
-              try {
-                body(world);
-              } catch (const std::exception& error) {
-                texts[world.rank()] = error.what();
-              }
-            },
-            {.timeout = std::chrono::seconds(60)});
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20))
-      << "an error must not wait for the time-out";
-  return texts;
-}
 
 std::vector<std::string> errors_of_models(
     const std::function<NamedTensors(int rank)>& model,

@@ -6,6 +6,7 @@
 #include <limits>
 #include <sstream>
 
+#include "errors.h"
 #include "grad/piece.h"
 #include "plumb/plumb.h"
 
@@ -286,20 +287,15 @@ struct One : torch::nn::Module {
 // What `program` throws on each of two ranks in zero2, and "none" where it does not.
 std::vector<std::string> errors(const std::function<void(const at::Tensor& p, int rank, Engine& engine)>& program,
                                 std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
-  std::vector<std::string> texts(2, "none");
-  run_local(2,
-            [&](World world) {
-              One model;
-              Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
-              (model.p * torch::arange(60).view({6, 10})).sum().backward();
-              try {
-                program(model.p, world.rank(), engine);
-              } catch (const Error& error) {
-                texts[world.rank()] = error.what();
-              }
-            },
-            {.timeout = timeout});
-  return texts;
+  return test::errors(
+      2,
+      [&](World world) {
+        One model;
+        Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+        (model.p * torch::arange(60).view({6, 10})).sum().backward();
+        program(model.p, world.rank(), engine);
+      },
+      timeout);
 }
 
 TEST(Piece, WhatItCannotDoSaysWhatItIsAndWhatToCall) {

@@ -278,6 +278,52 @@ TEST_P(NormIn, IsRefusedWhereGradientsWaitForTheirReduction) {
     engine.grad_norm();
   });
   EXPECT_THAT(whole, testing::Each(testing::AllOf(testing::HasSubstr("'w' on rank 1"), testing::HasSubstr("whole"))));
+  // Also one that a rank's part holds all of, so that its length tells nothing.
+  const auto small = errors(2, [&](World world) {
+    at::Tensor first = at::ones({3}).requires_grad_(), second = at::ones({90}).requires_grad_();
+    Engine engine(world, NamedTensors{{"second", second}, {"first", first}}, {}, NoOptimizer{},
+                  {.strategy = GetParam()});
+    (first.sum() + second.sum()).backward();
+    if (world.rank() == 0) first.mutable_grad() = at::ones({3});
+    engine.grad_norm();
+  });
+  EXPECT_THAT(small,
+              testing::Each(testing::AllOf(testing::HasSubstr("'first' on rank 0"), testing::HasSubstr("whole"))));
+}
+
+// One gradient of several in a bucket is replaced by a computed one, in the middle of it.
+TEST_P(NormIn, CountsAReplacedGradientAndItsNeighbours) {
+  run_local(2, [&](World world) {
+    std::vector<at::Tensor> parameters;
+    NamedTensors named;
+    at::Tensor loss = at::zeros({});
+    double squares = 0;
+    for (int i = 0; i < 5; ++i) {
+      parameters.push_back(at::zeros({7 + i}).requires_grad_());
+      named.emplace_back("p" + std::to_string(i), parameters.back());
+      loss = loss + parameters.back().sum() * (i + 1);
+      squares += (7 + i) * std::pow((i == 2 ? -2.0 : 1.0) * (i + 1), 2);
+    }
+    Engine engine(world, named, {}, NoOptimizer{}, {.strategy = GetParam()});
+    loss.backward();
+    parameters[2].mutable_grad() = parameters[2].grad() * -2;
+    EXPECT_NEAR(engine.grad_norm().item<double>(), std::sqrt(squares), 1e-4);
+  });
+}
+
+// Clipping reaches a gradient that keeps a tensor of its own, beside the engine's memory.
+TEST(Clipping, IsSeenInAGradientThatHasAGraph) {
+  run_local(2, [](World world) {
+    at::Tensor weight = at::ones({4}).requires_grad_();
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, {.clip_norm = 0.5});
+    weight.pow(3).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    const at::Tensor kept = weight.grad();
+    engine.step();
+    EXPECT_TRUE(kept.requires_grad());
+    EXPECT_TRUE(at::allclose(kept.detach(), at::full({4}, 0.25), 1e-4)) << kept;
+    EXPECT_TRUE(at::allclose(weight.detach(), at::full({4}, 0.75), 1e-4)) << weight;
+    weight.mutable_grad().reset();  // its graph holds the weight
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Strategies, NormIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),

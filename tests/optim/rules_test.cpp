@@ -165,6 +165,31 @@ TEST(Rules, EveryValueCounts) {
 }
 
 // Padding between parameters is zero everywhere, and stays zero.
+TEST(Rules, RefuseValuesOutOfTheirRange) {
+  const auto refused = [](const Optimizer& optimizer, const std::string& what) {
+    EXPECT_THAT([&] { check_values(0, optimizer); }, testing::ThrowsMessage<Error>(testing::HasSubstr(what)));
+  };
+  refused(SGD{.lr = -1}, "learning rate");
+  refused(SGD{.weight_decay = -1}, "weight decay");
+  refused(SGD{.momentum = -0.1}, "momentum");
+  refused(SGD{.nesterov = true}, "nesterov");
+  refused(SGD{.momentum = 0.9, .dampening = 0.1, .nesterov = true}, "nesterov");
+  refused(AdamW{.beta1 = 1.0}, "betas");
+  refused(AdamW{.beta1 = -0.1}, "betas");
+  refused(Adam{.beta2 = 1.0}, "betas");
+  refused(Adam{.beta2 = -0.1}, "betas");
+  refused(Adam{.eps = -1}, "eps");
+  refused(RMSprop{.alpha = 1.1}, "alpha");
+  refused(RMSprop{.alpha = -0.1}, "alpha");
+  refused(RMSprop{.eps = -1}, "eps");
+  refused(RMSprop{.momentum = -1}, "momentum");
+  for (const Optimizer& good : std::vector<Optimizer>{SGD{.lr = 0}, SGD{.momentum = 0.9, .nesterov = true},
+                                                      AdamW{.beta1 = 0, .beta2 = 0, .eps = 0}, RMSprop{.alpha = 1},
+                                                      RMSprop{.alpha = 0}, NoOptimizer{}, UserOptimizer{}}) {
+    EXPECT_NO_THROW(check_values(0, good));
+  }
+}
+
 TEST(Rules, LeaveZerosZero) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     Draw draw(seed);

@@ -136,6 +136,41 @@ TEST_P(UpdaterIn, EveryOptimizerEqualsTorchs) {
   }
 }
 
+// Neighbours in one bucket whose groups differ in one value alone, with a schedule above them.
+TEST_P(UpdaterIn, NeighboursOfDifferentGroupsAreUpdatedApart) {
+  run_local(2, [&](World world) {
+    std::vector<at::Tensor> parameters;
+    NamedTensors named;
+    for (int i = 0; i < 6; ++i) {
+      parameters.push_back(at::full({5}, 2.0).requires_grad_());
+      named.emplace_back("p" + std::to_string(i), parameters.back());
+    }
+    Options options{.strategy = GetParam(), .schedule = {.warmup = 4}};
+    options.groups.push_back({[](const std::string& name) { return name == "p1"; }, 0.1, 0.5});
+    options.groups.push_back({[](const std::string& name) { return name == "p2"; }, 0.1, 0.25});
+    options.groups.push_back({[](const std::string& name) { return name == "p4"; }, 0.3, std::nullopt});
+    options.groups.push_back({[](const std::string& name) { return name == "p5"; }, std::nullopt, 0.0});
+    Engine engine(world, named, {}, SGD{.lr = 0.2, .weight_decay = 1.0}, options);
+    std::vector<double> wanted(6, 2.0);
+    const std::vector<double> lrs = {0.2, 0.1, 0.1, 0.2, 0.3, 0.2}, decays = {1, 0.5, 0.25, 1, 1, 0};
+    for (int step = 0; step < 3; ++step) {
+      at::Tensor loss = at::zeros({});
+      for (const at::Tensor& p : parameters) loss = loss + p.sum();
+      loss.backward();
+      const StepInfo info = engine.step();
+      engine.zero_grad();
+      EXPECT_NEAR(info.lr, 0.2 * (step + 1) / 4, 1e-12);
+      ASSERT_EQ(info.group_lrs.size(), 4U);
+      EXPECT_NEAR(info.group_lrs[2], 0.3 * (step + 1) / 4, 1e-12);
+      EXPECT_NEAR(info.group_lrs[3], 0.2 * (step + 1) / 4, 1e-12);
+      for (int i = 0; i < 6; ++i) wanted[i] -= lrs[i] * (step + 1) / 4 * (1 + decays[i] * wanted[i]);
+    }
+    for (int i = 0; i < 6; ++i) {
+      EXPECT_TRUE(at::allclose(engine.full_parameter(parameters[i]), at::full({5}, wanted[i]), 1e-5)) << i;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, UpdaterIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
                          [](const auto& info) { return info.param; });
 

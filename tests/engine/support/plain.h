@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "errors.h"
 #include "plumb/plumb.h"
 
 namespace plumb::test {
@@ -151,21 +152,6 @@ inline double distance(const at::Tensor& found, const at::Tensor& expected) {
   if (expected.numel() == 0) return 0;
   const at::Tensor wide = expected.to(at::kDouble);
   return ((found.to(at::kDouble) - wide).abs().max() / (wide.abs().max() + 1e-9)).item<double>();
-}
-
-// Every rank's error, or "none".
-inline std::vector<std::string> errors(int ranks, const std::function<void(World)>& body) {
-  std::vector<std::string> texts(ranks, "none");
-  run_local(ranks,
-            [&](World world) {
-              try {
-                body(world);
-              } catch (const std::exception& error) {
-                texts[world.rank()] = error.what();
-              }
-            },
-            {.timeout = std::chrono::seconds(60)});
-  return texts;
 }
 
 }  // namespace plumb::test

@@ -88,18 +88,41 @@ std::unique_ptr<torch::optim::Optimizer> reference_optimizer(const Scenario& sce
     seen.push_back(parameter.unsafeGetTensorImpl());
     parameters.push_back(parameter);
   }
+  const auto add_groups = [&](auto optimizer, auto base) {
+    const Options& options = scenario.options;
+    for (size_t i = 0; i < options.groups.size(); ++i) {
+      const ParameterGroup& group = options.groups[i];
+      auto own = base;
+      if (group.lr) own.lr(*group.lr);
+      if (group.weight_decay) own.weight_decay(*group.weight_decay);
+      std::vector<at::Tensor> members;
+      for (const auto& item : model.named_parameters()) {
+        const auto first = std::ranges::find_if(options.groups, [&](const auto& g) { return g.match(item.key()); });
+        if (first == options.groups.begin() + static_cast<std::ptrdiff_t>(i)) members.push_back(item.value());
+      }
+      for (const at::Tensor& member : members) {
+        std::erase_if(optimizer->param_groups()[0].params(), [&](const at::Tensor& p) { return p.is_same(member); });
+      }
+      optimizer->add_param_group({members, std::make_unique<decltype(own)>(own)});
+      // libtorch takes a decay of 0 for one that was not set.
+      static_cast<decltype(own)&>(optimizer->param_groups().back().options()).weight_decay(own.weight_decay());
+    }
+    return optimizer;
+  };
   if (const auto* adam = std::get_if<AdamW>(&scenario.optimizer)) {
-    return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(adam->lr)
-                                                                 .betas({adam->beta1, adam->beta2})
-                                                                 .eps(adam->eps)
-                                                                 .weight_decay(adam->weight_decay));
+    const auto options = torch::optim::AdamWOptions(adam->lr)
+                             .betas({adam->beta1, adam->beta2})
+                             .eps(adam->eps)
+                             .weight_decay(adam->weight_decay);
+    return add_groups(std::make_unique<torch::optim::AdamW>(parameters, options), options);
   }
   const auto& sgd = std::get<SGD>(scenario.optimizer);
-  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(sgd.lr)
-                                                             .momentum(sgd.momentum)
-                                                             .dampening(sgd.dampening)
-                                                             .weight_decay(sgd.weight_decay)
-                                                             .nesterov(sgd.nesterov));
+  const auto options = torch::optim::SGDOptions(sgd.lr)
+                           .momentum(sgd.momentum)
+                           .dampening(sgd.dampening)
+                           .weight_decay(sgd.weight_decay)
+                           .nesterov(sgd.nesterov);
+  return add_groups(std::make_unique<torch::optim::SGD>(parameters, options), options);
 }
 
 }  // namespace
@@ -156,7 +179,9 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
   const auto optimizer = reference_optimizer(scenario, *model);
   Baton baton(ranks);
   double scale = scenario.options.loss_scale ? scenario.options.loss_scale->initial : 1.0;
-  int64_t good = 0;
+  int64_t good = 0, steps = 0;
+  std::vector<double> rates;
+  for (const auto& group : optimizer->param_groups()) rates.push_back(group.options().get_lr());
   std::vector<std::exception_ptr> thrown(ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -168,6 +193,8 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
       stage.baton = &baton;
       stage.reference_scale = &scale;
       stage.reference_step = [&] {
+        const double factor = scenario.options.schedule.factor(steps++);
+        for (size_t i = 0; i < rates.size(); ++i) optimizer->param_groups()[i].options().set_lr(rates[i] * factor);
         if (const auto& rule = scenario.options.loss_scale) {
           bool finite = true;
           for (const auto& p : model->parameters()) {

@@ -1,0 +1,117 @@
+// Steps that are refused, and calls out of order: every rank is told alike, nothing is changed, and what follows is right.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "engine/support/plain.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using testing::AllOf;
+using testing::Each;
+using testing::HasSubstr;
+using testing::Not;
+using testing::ThrowsMessage;
+
+class RefusalIn : public testing::TestWithParam<std::string> {};
+
+// What is not finite lies in one rank's part alone where gradients are sharded, and every rank names it.
+TEST_P(RefusalIn, AGradientThatIsNotFiniteIsNamedOnEveryRankAndTheStepCanBeTakenAgain) {
+  for (const int poisoned : {0, 1, 3, 4, 7}) {
+    std::string name;
+    const auto texts = errors(3, [&](World world) {
+      Parts model(3);
+      const auto parameters = model.parameters();
+      Engine engine(world, model, SGD{.lr = 0.5}, {.strategy = GetParam(), .nonfinite = NonFinite::error});
+      const auto gradients = [&](bool good) {
+        std::vector<at::Tensor> all;
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          all.push_back(at::full(parameters[i].sizes(), 0.25 * (world.rank() + 1), at::kDouble));
+          if (!good && static_cast<int>(i) == poisoned && world.rank() == 2) all.back().view(-1)[-1] = NAN;
+        }
+        return all;
+      };
+      if (world.rank() == 0) name = model.named_parameters().keys()[poisoned];
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& p : parameters) before.push_back(engine.full_parameter(p));
+      std::string said;
+      engine.backward(model.loss(gradients(false)));
+      try {
+        engine.step();
+      } catch (const Error& error) {
+        said = error.what();
+      }
+      for (size_t i = 0; i < parameters.size(); ++i)
+        EXPECT_TRUE(engine.full_parameter(parameters[i]).equal(before[i])) << i;
+      engine.zero_grad();
+      engine.backward(model.loss(gradients(true)));
+      engine.step();
+      for (size_t i = 0; i < parameters.size(); ++i)
+        EXPECT_TRUE(at::allclose(engine.full_parameter(parameters[i]), before[i] - 0.25)) << i;
+      if (!said.empty()) throw Error(said);
+    });
+    EXPECT_THAT(texts, Each(AllOf(HasSubstr("the gradient of '" + name + "' is not finite"), Not(HasSubstr(", '")))));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, RefusalIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
+                         [](const auto& info) { return info.param; });
+
+TEST(Refusal, AStepWithinAStepIsNamedAndTheFirstGoesOn) {
+  at::Tensor weight = at::zeros({3}).requires_grad_();
+  Engine engine(World(), NamedTensors{{"w", weight}}, {}, UserOptimizer{});
+  weight.sum().backward();
+  engine.begin_step();
+  EXPECT_THAT([&] { engine.begin_step(); }, ThrowsMessage<Error>(HasSubstr("a step is under way already")));
+  for (Piece& piece : engine.pieces()) piece.weight.sub_(piece.gradient);
+  engine.end_step();
+  EXPECT_TRUE(weight.equal(at::full({3}, -1.0)));
+}
+
+TEST(Refusal, AnotherOptimizersSettingsThatDifferAreNamed) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor weight = at::zeros({3}).requires_grad_();
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, NoOptimizer{});
+    engine.impl().user_settings = {{"the nesterov of group 0", world.rank() == 1 ? 1.0 : 0.0}};
+    weight.sum().backward();
+    engine.step();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("the nesterov of group 0 is 1 on rank 1"), HasSubstr("0 on rank 0"))));
+}
+
+TEST(Refusal, AGraphThatWasNotKeptIsGoneAfterItsBackward) {
+  at::Tensor weight = at::ones({3}).requires_grad_();
+  Engine engine(World(), NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
+  const at::Tensor loss = weight.pow(2).sum();
+  engine.backward(loss, /*retain_graph=*/true);
+  engine.backward(loss);
+  EXPECT_TRUE(weight.grad().equal(at::full({3}, 4.0)));
+  EXPECT_ANY_THROW(engine.backward(loss));
+}
+
+// A sum over so many things on each rank is divided by all of them.
+TEST(Refusal, WeightsThatAreSetAsideWithTheirGradientsAreForgotten) {
+  run_local(2, [](World world) {
+    at::Tensor weight = at::zeros({3}).requires_grad_();
+    Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
+    double expected = 0;
+    for (int step = 0; step < 3; ++step) {
+      if (step == 1) {
+        engine.backward(weight.sum() * 100, false, 50.0);
+        engine.zero_grad();
+      }
+      engine.backward(weight.sum() * 3 * (world.rank() + 1), false, 3.0 * (world.rank() + 1));
+      engine.backward(weight.sum() * 8, false, world.rank() == 0 ? 2.0 : 0.0);
+      // (3 + 6 + 16) things' worth of gradient over (3 + 6 + 2) things.
+      expected -= 25.0 / 11.0;
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(at::allclose(weight.detach(), at::full({3}, expected))) << "step " << step << weight;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,234 @@
+// Gradients and parameters in the user's own hands: what is set, replaced, kept, frozen or given other memory counts as in one
+// process, and what cannot count is an error.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "errors.h"
+#include "plumb/plumb.h"
+#include "world/wire.h"
+
+namespace plumb {
+namespace {
+
+using test::errors;
+using testing::AllOf;
+using testing::Each;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return at::zeros(shape, dtype).requires_grad_();
+}
+
+class AssignedIn : public testing::TestWithParam<std::string> {};
+
+TEST_P(AssignedIn, GradientsOfAnotherShapeDtypeOrDeviceAreRefused) {
+  const std::vector<std::pair<at::Tensor, std::string>> wrong = {{at::ones({4, 2}), "shape [4, 2]"},
+                                                                 {at::ones({8}, at::kDouble), "would be rounded"},
+                                                                 {at::ones({8}, at::kMeta), "meta"}};
+  for (const auto& [gradient, word] : wrong) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf({8}), b = leaf({8});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+      b.sum().backward();
+      engine.step();
+      a.mutable_grad() = gradient.clone();
+      engine.step();
+    });
+    EXPECT_THAT(texts, Each(AllOf(HasSubstr("'a'"), HasSubstr(word))));
+  }
+}
+
+// Parameters of two dtypes lie in buckets of their own, and whole gradients of one never in memory of the other.
+TEST_P(AssignedIn, DtypesAreNotMixed) {
+  run_local(3, [&](World world) {
+    std::vector<at::Tensor> parameters;
+    NamedTensors named;
+    for (int i = 0; i < 6; ++i) {
+      parameters.push_back(leaf({30 + 7 * i}, i % 2 == 0 ? at::kFloat : at::kDouble));
+      named.emplace_back("p" + std::to_string(i), parameters.back());
+    }
+    Engine engine(world, named, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .bucket_bytes = 200, .first_bucket_bytes = 200});
+    for (int step = 1; step <= 3; ++step) {
+      at::Tensor loss = at::zeros({}, at::kDouble);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        const at::Tensor each =
+            at::arange(parameters[i].numel(), at::kDouble).mul(world.rank() + static_cast<double>(i));
+        loss = loss + (parameters[i].to(at::kDouble) * each).sum();
+      }
+      loss.backward();
+      engine.step();
+      engine.zero_grad();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        const at::Tensor wanted =
+            at::arange(parameters[i].numel(), at::kDouble).mul((1.0 + static_cast<double>(i)) * -step);
+        EXPECT_TRUE(at::allclose(engine.full_parameter(parameters[i]).to(at::kDouble), wanted, 1e-5)) << i;
+      }
+    }
+  });
+}
+
+// A third of one, in f32 and not in the bf16 that came.
+TEST_P(AssignedIn, ANarrowGradientIsScaledInTheWidthOfTheSum) {
+  run_local(3, [&](World world) {
+    at::Tensor a = leaf({40}, at::kBFloat16);
+    Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{},
+                  {.strategy = GetParam(), .accumulate_dtype = at::kFloat});
+    for (const bool delivered : {false, true}) {
+      const at::Tensor ones = at::full({40}, world.rank() == 0 ? 1.0 : 0.0, at::kBFloat16);
+      if (delivered) {
+        engine.deliver(a, ones);
+        engine.end_pass();
+      } else {
+        (a * ones).sum().backward();
+      }
+      EXPECT_TRUE(at::allclose(engine.full_gradient(a).to(at::kFloat), at::full({40}, 1.0F / 3), 1e-6)) << delivered;
+      engine.zero_grad();
+    }
+  });
+}
+
+TEST_P(AssignedIn, ADeliveredGradientsMemoryIsTheCallersAgain) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({40}), b = leaf({3});
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+    for (int round = 0; round < 2; ++round) {
+      at::Tensor memory = at::full({40}, 2.0 + world.rank());
+      engine.deliver(a, memory);
+      memory.fill_(1000);
+      engine.deliver(b, at::ones({3}));
+      engine.end_pass();
+      EXPECT_TRUE(engine.full_gradient(a).eq(2.5).all().item<bool>()) << round;
+      engine.zero_grad();
+    }
+  });
+}
+
+// Held back and then reduced: they are the mean, and may be asked about.
+TEST_P(AssignedIn, GradientsThatWereHeldAreReducedWithTheNextAndNoLongerHeld) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({8});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.strategy = GetParam(), .hold_unsharded = true});
+    for (int step = 1; step <= 2; ++step) {
+      {
+        const NoSync quiet(engine);
+        (a * (world.rank() + 1)).sum().backward();
+        EXPECT_THAT([&] { engine.full_gradient(a); }, ThrowsMessage<Error>(HasSubstr("no_sync")));
+      }
+      a.sum().backward();
+      EXPECT_NEAR(engine.grad_norm().item<double>(), 2.5 * std::sqrt(8.0), 1e-5);
+      EXPECT_TRUE(engine.full_gradient(a).eq(2.5).all().item<bool>());
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-2.5 * step).all().item<bool>());
+    }
+  });
+}
+
+// Frozen after the engine was built: after the next step it costs nothing on the wire, and thawed it is trained as before.
+TEST_P(AssignedIn, AFrozenParameterTravelsNoMoreAndIsTrainedAgainWhenItIsThawed) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({64}), b = leaf({4096});
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .bucket_bytes = 512, .first_bucket_bytes = 512});
+    const auto bytes = [&] { return wire_counts(world)[static_cast<size_t>(Cargo::data)].bytes; };
+    std::vector<int64_t> sent;
+    double wanted = 0;
+    for (int step = 0; step < 8; ++step) {
+      const bool trained = step < 2 || step == 5 || step == 7;
+      b.set_requires_grad(trained);
+      const int64_t before = bytes();
+      (a.sum() + b.sum() * (world.rank() + 1)).backward();
+      engine.step();
+      engine.zero_grad();
+      sent.push_back(bytes() - before);
+      if (trained) wanted -= 1.5;
+      EXPECT_TRUE(engine.full_parameter(b).eq(wanted).all().item<bool>()) << "step " << step;
+      EXPECT_TRUE(engine.full_parameter(a).eq(-1.0 - step).all().item<bool>()) << "step " << step;
+    }
+    EXPECT_GT(sent[1], 4096 * 4);
+    for (const int frozen : {3, 4}) EXPECT_LT(sent[frozen], 2048) << "step " << frozen;
+    EXPECT_EQ(sent[5], sent[1]);
+    EXPECT_EQ(sent[7], sent[1]);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, AssignedIn, testing::Values("ddp", "zero1", "zero2"),
+                         [](const auto& info) { return info.param; });
+
+TEST(Assigned, AParameterGivenOtherMemoryOnOneRankIsAnErrorThatNamesIt) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = leaf({8});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    for (int step = 0; step < 2; ++step) {
+      a.sum().backward();
+      engine.step();
+      engine.zero_grad();
+    }
+    if (world.rank() == 1) a.set_data(at::ones({8}));
+    a.sum().backward();
+    engine.step();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("'a' was changed between steps"), HasSubstr("rank 1"))));
+}
+
+// Its own tensor, beside the engine's memory, is what the step takes.
+TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeTheStep) {
+  run_local(2, [](World world) {
+    at::Tensor a = at::ones({4}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    a.pow(2).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    a.grad().detach().mul_(0.25);
+    engine.step();
+    EXPECT_TRUE(a.detach().eq(0.5).all().item<bool>()) << a;
+    a.mutable_grad().reset();
+  });
+}
+
+TEST(Assigned, WeightsOfBackwardsBelongToTheirStepAlone) {
+  run_local(2, [](World world) {
+    at::Tensor a = leaf({4});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.nonfinite = NonFinite::skip});
+    engine.backward(a.sum() * INFINITY, false, 1000.0);
+    EXPECT_TRUE(engine.step().skipped);
+    engine.zero_grad();
+    engine.backward(a.sum() * 6, false, 1.0 + world.rank());  // 12 over 3 things
+    engine.step();
+    EXPECT_TRUE(a.detach().eq(-4).all().item<bool>()) << a;
+    engine.zero_grad();
+    engine.backward(a.sum(), false, 1.0);
+    engine.backward(a.sum());
+    EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(HasSubstr("to 1 of its 2 backwards")));
+  });
+}
+
+// libtorch hands the sixtieth to a thread of its own.
+TEST(Assigned, BackwardsNestedDeeperThanAThreadTakesAreOnePass) {
+  run_local(2, [](World world) {
+    at::Tensor a = leaf({3});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    std::function<void(int)> nest = [&](int depth) {
+      at::Tensor x = at::ones({3}).requires_grad_();
+      at::Tensor y = x * 2;
+      if (depth > 0) {
+        y.register_hook([&, depth](const at::Tensor&) {
+          const at::AutoGradMode on(true);
+          nest(depth - 1);
+        });
+      }
+      (y * a).sum().backward();
+    };
+    for (int step = 1; step <= 2; ++step) {
+      nest(90);
+      EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 1);
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(a.detach().eq(-2.0 * 91 * step).all().item<bool>()) << a;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace plumb
