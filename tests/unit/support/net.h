@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include <functional>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -86,6 +88,18 @@ struct Net : torch::nn::Module {
 // Bytes of parameters that are whole on this rank right now.
 inline int64_t gathered(const Engine& engine) {
   return engine.impl().units ? engine.impl().units->gathered_bytes() : 0;
+}
+
+// `body` on each of two ranks, with an engine over a net of its own.
+inline void on_two(const std::function<void(World, Net&, Engine&)>& body, const std::string& strategy = "zero3") {
+  run_local(2, [&](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    Net net;
+    lock.unlock();
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = strategy});
+    body(world, net, engine);
+  });
 }
 
 }  // namespace plumb::test

@@ -1,0 +1,204 @@
+// The values of units: how they are read, written and replaced, and which changes are refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <thread>
+
+#include "unit/storage.h"
+#include "unit/support/net.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+
+TEST(Units, AWriteOnOneRankAloneIsToldAsTheUsersCall) {
+  const std::vector<std::pair<const char*, std::function<void(Net&, Engine&)>>> others = {
+      {"called step()", [](Net&, Engine& engine) { engine.step(); }},
+      {"is in backward", [](Net& net, Engine&) { net.forward(torch::ones({1, 6})).sum().backward(); }},
+      {"engine.gathered({'second.up.weight'}, Access::write)",
+       [](Net& net, Engine& engine) { const auto scope = engine.gathered({net.second->up->weight}, Access::write); }},
+  };
+  for (const char* strategy : {"ddp", "zero3"}) {
+    for (const auto& [words, call] : others) {
+      for (int writer : {0, 1}) {
+        std::vector<std::string> told(2);
+        on_two(
+            [&](World world, Net& net, Engine& engine) {
+              try {
+                if (world.rank() == writer) {
+                  const auto scope = engine.gathered({net.first->up->weight}, Access::write);
+                } else {
+                  call(net, engine);
+                }
+              } catch (const Error& error) {
+                told[world.rank()] = error.what();
+              }
+            },
+            strategy);
+        EXPECT_THAT(told, testing::Each(testing::AllOf(
+                              testing::HasSubstr("engine.gathered({'first.up.weight'}, Access::write)"),
+                              testing::HasSubstr(words), testing::HasSubstr("rank 0"), testing::HasSubstr("rank 1"))));
+      }
+    }
+  }
+}
+
+TEST(Units, FullParameterAndGatheredGiveWholeValues) {
+  Net plain;
+  on_two([&](World, Net& net, Engine& engine) {
+    const auto whole = net.parameters();
+    const auto expected = plain.parameters();
+    for (size_t i = 0; i < whole.size(); ++i) {
+      EXPECT_TRUE(engine.full_parameter(whole[i]).equal(expected[i]));
+    }
+    const auto scope = engine.gathered(net.parameters());
+    for (size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(whole[i].detach().equal(expected[i]));
+  });
+}
+
+TEST(Units, AWriteInsideAGatheredScopeIsRankZeros) {
+  on_two([](World world, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight;
+    {
+      at::NoGradGuard no_grad;
+      const auto scope = engine.gathered({weight}, Access::write);
+      weight.fill_(world.rank() == 0 ? 0.25 : 7.0);
+    }
+    EXPECT_TRUE(engine.full_parameter(weight).eq(0.25).all().item<bool>());
+    EXPECT_TRUE(net.first->up->weight.detach().eq(0.25).all().item<bool>());
+  });
+}
+
+TEST(Units, AChangeThatWouldBeLostIsAnError) {
+  on_two([](World, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight;
+    EXPECT_THROW(
+        {
+          at::NoGradGuard no_grad;
+          const auto scope = engine.gathered({weight});
+          weight.fill_(1.0);
+        },
+        Error);
+  });
+}
+
+TEST(Units, AChangeThroughAUnitIsAnErrorAtTheNextUse) {
+  on_two([](World, Net& net, Engine& engine) {
+    {
+      at::NoGradGuard no_grad;
+      net.first->up->weight.clamp_(-0.1, 0.1);
+    }
+    EXPECT_THAT([&] { engine.step(); },
+                testing::ThrowsMessage<Error>(testing::AllOf(testing::HasSubstr("first.up.weight"),
+                                                             testing::HasSubstr("changed through its unit"))));
+    engine.step();  // told once
+  });
+}
+
+TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    on_two(
+        [](World world, Net& net, Engine& engine) {
+          const at::Tensor weight = net.first->up->weight;
+          const at::Tensor values = at::linspace(-1, 1, weight.numel()).view(weight.sizes());
+          at::Tensor target = weight;
+          target.set_data(values.clone());
+          const at::Tensor x = torch::ones({2, 6});
+          net.forward(x).pow(2).sum().backward();
+          const at::Tensor gradient = engine.full_gradient(weight);
+          engine.step();
+          EXPECT_TRUE(engine.full_parameter(weight).allclose(values - 0.1 * gradient)) << "rank " << world.rank();
+        },
+        strategy);
+  }
+}
+
+TEST(Units, OtherMemoryMustHoldTheSameOnEveryRank) {
+  for (const bool both : {true, false}) {
+    on_two([both](World world, Net& net, Engine& engine) {
+      at::Tensor weight = net.first->up->weight;
+      net.forward(torch::ones({2, 6})).pow(2).sum().backward();
+      if (both || world.rank() == 1) weight.set_data(at::full(weight.sizes(), world.rank() * 1.0));
+      EXPECT_THAT([&] { engine.step(); },
+                  testing::ThrowsMessage<Error>(testing::AllOf(testing::HasSubstr("first.up.weight"),
+                                                               testing::HasSubstr("other values on rank 1"))));
+    });
+  }
+}
+
+TEST(Units, WhatIsLoadedInsideAWritableScopeIsEverybodys) {
+  on_two([](World world, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight;
+    {
+      at::NoGradGuard no_grad;
+      const auto scope = engine.gathered({weight}, Access::write);
+      at::Tensor target = weight;
+      target.set_data(at::full(weight.sizes(), world.rank() == 0 ? 0.5 : 3.0));
+    }
+    EXPECT_TRUE(engine.full_parameter(weight).eq(0.5).all().item<bool>());
+    net.forward(torch::ones({1, 6})).sum().backward();
+    engine.step();
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
+TEST(Units, AParameterOfAnotherDtypeOrShapeIsAnErrorAtTheNextStep) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    for (const at::Tensor& other : {at::ones({12, 6}, at::kDouble), at::ones({3, 2})}) {
+      on_two(
+          [&](World, Net& net, Engine& engine) {
+            net.forward(torch::ones({1, 6})).sum().backward();
+            engine.step();
+            at::Tensor weight = net.first->up->weight;
+            net.forward(torch::ones({1, 6})).sum().backward();
+            weight.set_data(other.clone());
+            EXPECT_THROW(engine.step(), std::exception);
+          },
+          strategy);
+    }
+  }
+}
+
+TEST(Units, AStepInsideAScopeIsAnError) {
+  on_two([](World, Net& net, Engine& engine) {
+    const auto scope = engine.gathered(net.parameters());
+    net.forward(torch::ones({1, 6})).sum().backward();
+    EXPECT_THROW(engine.step(), Error);
+  });
+}
+
+TEST(Units, ASavedParameterThatChangedIsAnErrorAsInPlainTorch) {
+  on_two([](World, Net& net, Engine& engine) {
+    auto loss = net.forward(torch::ones({1, 6})).pow(2).sum();
+    loss.backward({}, true);
+    engine.step();
+    EXPECT_ANY_THROW(loss.backward());
+    engine.zero_grad();
+  });
+}
+
+TEST(Deliver, IsAnOperatorToo) {
+  on_two([](World, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight;
+    const auto deliver = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("plumb::deliver", "")
+                             .typed<void(at::Tensor, const at::Tensor&)>();
+    const auto end = c10::Dispatcher::singleton().findSchemaOrThrow("plumb::end_pass", "").typed<void(at::Tensor)>();
+    deliver.call(weight, torch::full(weight.sizes(), 0.5));
+    deliver.call(weight, torch::full(weight.sizes(), 0.25));
+    end.call(weight);
+    EXPECT_TRUE(engine.full_gradient(weight).eq(0.75).all().item<bool>());
+    deliver.call(torch::empty({2}, at::kMeta), torch::empty({2}, at::kMeta));  // traced: nothing happens
+    EXPECT_THROW(engine.deliver(weight, torch::ones({2})), Error);
+    EXPECT_THROW(engine.deliver(torch::ones({2}), torch::ones({2})), Error);
+    EXPECT_THROW(engine.end_pass(), Error);
+  });
+}
+
+}  // namespace
+}  // namespace plumb
