@@ -41,7 +41,7 @@ def over_torch_distributed() -> tuple[int, int, str, float]:
 
 
 def test_takes_torch_distributed_as_it_is() -> None:
-    for env, name in ({}, "shm"), ({"PLUMB_SHM": "0"}, "gloo"):
+    for env, name in ({}, "shm"), ({"PLUMB_SHM": "0"}, "tcp"):
         for rank, (mine, size, backend, far) in enumerate(plumb.spawn(over_torch_distributed, 2, env=env)):
             assert (mine, size, backend) == (rank, 2, name)
             assert far < 1e-10

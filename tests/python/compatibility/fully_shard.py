@@ -279,7 +279,7 @@ def both_forward_methods() -> None:
 def isinstance_holds() -> None:
     model = sharded()
     assert isinstance(model, fsdp.FSDPModule) and isinstance(model[0], nn.Linear) and type(model[:1]) is nn.Sequential
-    with pytest.raises(plumb.Error, match="state_dict"):
+    with pytest.raises(plumb.Error, match="state dict"):
         copy.deepcopy(model)
 
 
