@@ -139,6 +139,10 @@ def _insert(graph: torch.fx.Graph, inputs: list[torch.fx.Node]) -> list[Delivery
     output.args = (type(returned)(gradients),)
     if not calls:
         return []
+    # Inductor looks at the nodes behind the outputs that a user sees, wherever it pads tensors (on GPUs).
+    seen = "user_visible_output_idxs"
+    if seen in output.meta:
+        output.meta[seen] = [index for index in output.meta[seen] if isinstance(gradients[index], torch.fx.Node)]
     graph.eliminate_dead_code()
     graph.lint()
     found = []

@@ -411,3 +411,24 @@ def sharded() -> tuple[float, int]:
 def test_fully_sharded_models_compile() -> None:
     for far, delivered in plumb.spawn(sharded, 2, timeout=100):
         assert far < 1e-10 and delivered > 0
+
+
+def with_padding() -> tuple[float, int]:
+    """Inductor pads tensors on GPUs by default, and looks at a graph's outputs for it."""
+    import torch._inductor.config as config
+
+    before = compiled.counts().delivered
+    with config.patch(disable_padding_cpu=False, fx_graph_cache=False):
+        mine, twin = single(), single()
+        with plumb.Engine(mine, plumb.SGD(lr=0.1)) as engine:
+            x = torch.ones(4, WIDTH, dtype=torch.float64)
+            torch.compile(mine)(x).pow(2).sum().backward()
+            engine.step()
+            twin(x).pow(2).sum().backward()
+            torch.optim.SGD(twin.parameters(), lr=0.1).step()
+            return distance(engine, mine, twin), compiled.counts().delivered - before
+
+
+def test_gradients_are_delivered_where_inductor_pads() -> None:
+    ((away, delivered),) = plumb.spawn(with_padding, 1)
+    assert away < 1e-10 and delivered > 0
