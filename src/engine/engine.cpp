@@ -279,7 +279,10 @@ at::Tensor Engine::scale(const at::Tensor& loss) const {
   return impl_->scaler.scaled(loss);
 }
 
-double Engine::loss_scale() const { return impl_->scaler.scale(); }
+double Engine::loss_scale() const {
+  impl_->scales = true;  // who asks may multiply by himself: losses, or gradients to deliver
+  return impl_->scaler.scale();
+}
 
 at::Tensor Engine::full_parameter(const at::Tensor& parameter) {
   const TrainingMode training;

@@ -37,7 +37,7 @@ struct Engine::Impl {
   void end_step();
   bool in_step = false;    // between the two
   bool skipped = false;    // the step that began last
-  bool scales = false;     // the user has had a loss scaled, by scale() or backward()
+  bool scales = false;     // the user has had a loss scaled, by scale() or backward(), or asked for the scale
   Settings user_settings;  // of the user's own optimizer, compared at a step as ours are
 
   // Rank 0's values, everywhere.

@@ -315,7 +315,7 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   task_ = std::make_unique<Task>(
       [taken = std::move(taken), path = path_, end = ending(), failure, &road = road_of(impl_.world)]() mutable {
         if (!failure.empty()) throw std::runtime_error(failure);
-        road.pass(Point::write);
+        road.beside(Point::write);
         return write(std::move(taken), path, end);
       });
 }
@@ -353,7 +353,7 @@ void Saving::go_on(Wait wait) {
     if (!texts) return;
     phase_ = Phase::committing;
     task_ = std::make_unique<Task>([this, texts = impl_.world.rank() == 0 ? *texts : std::vector<std::string>{}] {
-      road_of(impl_.world).pass(Point::commit);
+      road_of(impl_.world).beside(Point::commit);
       if (texts.empty()) return std::string();
       save::Manifest whole = save::Manifest::read(texts[0], "rank 0's part", save::Manifest::Coverage::some);
       for (size_t rank = 1; rank < texts.size(); ++rank) {
@@ -366,9 +366,15 @@ void Saving::go_on(Wait wait) {
   }
   const auto texts = together(impl_.world, *task_, wait, here("save()"));
   if (!texts) return;
+  rest();
+  saved_ = folder_ + "/" + std::filesystem::path((*texts)[0]).filename().string();
+}
+
+// Nothing is under way.
+void Saving::rest() {
   task_.reset();
   path_.clear();
-  saved_ = folder_ + "/" + std::filesystem::path((*texts)[0]).filename().string();
+  road_of(impl_.world).beside(Point::none);
 }
 
 void Saving::advance(Wait wait) {
@@ -379,8 +385,7 @@ void Saving::advance(Wait wait) {
   } catch (const RankFailed& error) {
     failure = error.what();
   }
-  task_.reset();
-  path_.clear();
+  rest();
   if (writer_ != nullptr) writer_->abandon();
   throw SaveError(impl_.world.rank(), failure);
 }

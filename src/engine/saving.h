@@ -67,6 +67,7 @@ class Saving {
   std::string begin_files(const std::string& folder);
   void advance(Wait wait);
   void go_on(Wait wait);
+  void rest();
   Where here(const std::string& what) const;
 
   Engine::Impl& impl_;

@@ -9,7 +9,8 @@ std::string Report::encode() const {
   std::ostringstream out;
   out << static_cast<int>(state) << ' ' << beat << ' ';
   for (const int64_t count : issued) out << count << ' ';
-  out << static_cast<int64_t>(last.point) << ' ' << last.step << ' ' << last.pass << ' ' << last.index << ' ';
+  out << static_cast<int64_t>(last.point) << ' ' << last.step << ' ' << last.pass << ' ' << last.index << ' '
+      << static_cast<int64_t>(last.beside) << ' ';
   out << wait << ' ' << ticket.group << ' ' << ticket.number << ' ' << ticket.circle << ' ' << ticket.what << ' '
       << static_cast<int>(where.kind) << ' ' << where.step << ' ' << where.pass << ' ' << origin << ' '
       << where.detail.size() << '\n'
@@ -25,9 +26,10 @@ Report Report::decode(const std::string& text) {
   size_t detail = 0;
   in >> state >> report.beat;
   for (int64_t& count : report.issued) in >> count;
-  int64_t point = 0;
-  in >> point >> report.last.step >> report.last.pass >> report.last.index;
+  int64_t point = 0, beside = 0;
+  in >> point >> report.last.step >> report.last.pass >> report.last.index >> beside;
   report.last.point = static_cast<Point>(point);
+  report.last.beside = static_cast<Point>(beside);
   in >> report.wait >> report.ticket.group >> report.ticket.number >> report.ticket.circle >> report.ticket.what >>
       kind >> report.where.step >> report.where.pass >> report.origin >> detail;
   report.state = static_cast<State>(state);

@@ -62,13 +62,15 @@ std::string describe(const Passed& passed) {
   if (passed.index >= 0 && *words.index != 0) text += words.index + std::to_string(passed.index);
   if (passed.point == Point::join || passed.point == Point::setup || passed.point == Point::exit) return text;
   const std::string step = " of step " + std::to_string(passed.step);
-  return text +
-         (passed.pass > 0 ? " in backward " + std::to_string(passed.pass) + step : ", before any backward" + step);
+  text += passed.pass > 0 ? " in backward " + std::to_string(passed.pass) + step : ", before any backward" + step;
+  if (passed.beside != Point::none) text += std::string(", ") + words_of(passed.beside).doing + " beside it";
+  return text;
 }
 
 Passed Footprint::read() const {
   constexpr auto relaxed = std::memory_order_relaxed;
-  return {static_cast<Point>(point.load(relaxed)), step.load(relaxed), pass.load(relaxed), index.load(relaxed)};
+  return {static_cast<Point>(point.load(relaxed)), step.load(relaxed), pass.load(relaxed), index.load(relaxed),
+          static_cast<Point>(beside.load(relaxed))};
 }
 
 Road::Road(int rank) : rank_(rank) { arm_strike(); }
@@ -90,6 +92,11 @@ void Road::pass(Point point) {
 void Road::enter(int64_t step) {
   footprint_->step.store(step, std::memory_order_relaxed);
   footprint_->pass.store(0, std::memory_order_relaxed);
+}
+
+void Road::beside(Point point) {
+  footprint_->beside.store(static_cast<int64_t>(point), std::memory_order_relaxed);
+  if (point != Point::none && strikes::armed.load(std::memory_order_acquire)) strikes::look(rank_, point);
 }
 
 void Road::use_board() {

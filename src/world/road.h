@@ -40,13 +40,14 @@ struct Passed {
   Point point = Point::none;
   int64_t step = 0, pass = 0;  // steps finished, backwards begun since then
   int64_t index = -1;          // of the bucket or parameter; -1: none
+  Point beside = Point::none;  // where the thread is that saves beside the training; none: it rests
 };
-// "reducing bucket 3 in backward 1 of step 5"; empty for none.
+// "reducing bucket 3 in backward 1 of step 5, writing a checkpoint beside it"; empty for none.
 std::string describe(const Passed& passed);
 
 // What a rank writes and others read at any moment, from another process too.
 struct Footprint {
-  std::atomic<int64_t> point{0}, step{0}, pass{0}, index{-1};
+  std::atomic<int64_t> point{0}, step{0}, pass{0}, index{-1}, beside{0};
   Passed read() const;
 };
 
@@ -60,6 +61,7 @@ class Road {
   void pass(Point point, int64_t step, int64_t pass, int64_t index = -1);
   void pass(Point point);    // in the step and backward of the last one
   void enter(int64_t step);  // which has no backward yet
+  void beside(Point point);  // by the thread that saves; none: it has ended
   Passed last() const { return footprint_->read(); }
   // From here on the launcher sees it, where a launcher of ours started this process.
   void use_board();

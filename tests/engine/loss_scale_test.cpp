@@ -65,6 +65,24 @@ TEST_P(LossScaleIn, LossesThatNobodyScaledAreAnErrorAndNothingIsLost) {
   });
 }
 
+TEST_P(LossScaleIn, LossesAndDeliveriesThatTheUserScaledHimselfAreTaken) {
+  falls_by(7, [](Engine& engine, Parts& model, const World&) {
+    const double scale = engine.loss_scale();
+    (model.loss(ones(2)) * scale).backward();
+    for (const at::Tensor& parameter : model.parameters())
+      engine.deliver(parameter, at::full_like(parameter, 5 * scale));
+    engine.end_pass();
+    engine.step();
+  });
+  falls_by(5, [](Engine& engine, Parts& model, const World&) {
+    for (const at::Tensor& parameter : model.parameters()) {
+      engine.deliver(parameter, at::full_like(parameter, 5 * engine.loss_scale()));
+    }
+    engine.end_pass();
+    engine.step();
+  });
+}
+
 TEST_P(LossScaleIn, ALossThatOneRankAloneScaledIsAnErrorOnEveryRank) {
   const auto texts = errors(2, [&](World world) {
     Parts model(5);
