@@ -71,8 +71,7 @@ void visit(Shared& shared, std::unique_lock<std::mutex>& lock) {
       if (!shared.objection.empty()) shared.contested.store(true);
     }
   } catch (const std::exception& e) {
-    const std::string what = e.what();
-    trouble = what.substr(0, what.find('\n'));
+    trouble = first_line(e.what());
   }
   lock.lock();
   shared.trouble = trouble;

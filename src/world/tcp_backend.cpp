@@ -20,6 +20,7 @@
 
 #include "plumb/error.h"
 #include "world/arguments.h"
+#include "world/report.h"
 #include "world/round.h"
 #include "world/sockets.h"
 
@@ -62,8 +63,7 @@ std::string first_line_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const std::exception& e) {
-    const std::string text = e.what();
-    return text.substr(0, text.find('\n'));
+    return first_line(e.what());
   }
 }
 

@@ -11,14 +11,6 @@ namespace {
 using namespace test;
 using testing::HasSubstr;
 
-std::vector<at::Tensor> ones(double value) {
-  std::vector<at::Tensor> all;
-  for (const auto* shapes : {&Parts::kInside, &Parts::kOutside}) {
-    for (const auto& shape : *shapes) all.push_back(at::full(shape, value, at::kDouble));
-  }
-  return all;
-}
-
 class LossScaleIn : public testing::TestWithParam<std::string> {
  protected:
   // `program` on two ranks, with SGD of rate 1: parameters end `drop` below where they began, on every rank.

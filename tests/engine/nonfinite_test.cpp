@@ -13,14 +13,6 @@ using namespace test;
 using testing::AllOf;
 using testing::HasSubstr;
 
-std::vector<at::Tensor> ones(double value) {
-  std::vector<at::Tensor> all;
-  for (const auto* shapes : {&Parts::kInside, &Parts::kOutside}) {
-    for (const auto& shape : *shapes) all.push_back(at::full(shape, value, at::kDouble));
-  }
-  return all;
-}
-
 class NonFiniteIn : public testing::TestWithParam<std::tuple<std::string, double>> {
  protected:
   // Good, bad on rank 1 alone, good: gradients of 2, 2 with one `bad`, 5.

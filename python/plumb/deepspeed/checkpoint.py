@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import logging
 import os
@@ -15,6 +14,7 @@ from torch import nn
 
 from .. import save as _save
 from .._C import Loading, SaveError, SavedCheckpoint
+from ..durable import write_text
 from .config import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def save(
     why = ""
     if save_latest and engine.global_rank == 0:
         try:
-            _write_whole(os.path.join(save_dir, LATEST), name)
+            write_text(os.path.join(save_dir, LATEST), name)
         except OSError as error:
             why = f"the checkpoint '{folder}' is complete, and '{LATEST}' beside it could not be written: {error}"
     for said in engine.engine._engine.exchange(why, "save_checkpoint()"):
@@ -119,26 +119,6 @@ def _checked(tag: str) -> str:
     if not tag or os.path.isabs(tag) or ".." in tag.split(os.sep):
         raise ConfigError(f"the tag is '{tag}'; expected the name of a folder in the one for checkpoints")
     return tag
-
-
-def _write_whole(path: str, text: str) -> None:
-    """The file has the old text or the new one, also after a crash."""
-    unfinished = f"{path}.unfinished"
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 # ---- loading

@@ -1,15 +1,15 @@
-"""Files that are there whole or not at all, and the safetensors format as it is written, one tensor in memory at a time."""
+"""Pickles, and the safetensors format as it is written, one tensor in memory at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..durable import whole
 from .contents import Entry
 
 DTYPES: dict[str, torch.dtype] = {
@@ -19,33 +19,6 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }  # fmt: skip
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@contextlib.contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write: it gets its name once all of it is on the disk."""
-    target = os.fspath(path)
-    unfinished = f"{target}.unfinished"
-    try:
-        with open(unfinished, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
-    folder = os.open(os.path.dirname(target) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    with whole(path) as file:
-        file.write(text.encode())
 
 
 def write_pickle(path: str | os.PathLike[str], value: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._C import Error
+from ..durable import write_text
 from . import files
 from .contents import Contents, Entry
 
@@ -74,5 +75,5 @@ def write(path: str, contents: Contents) -> None:
         files.write_tensors(os.path.join(path, name), shard)
         where.update({entry.name: name for entry in shard})
     total = sum(entry.bytes for entry in entries)
-    files.write_text(os.path.join(path, INDEX), json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+    write_text(os.path.join(path, INDEX), json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
     return None

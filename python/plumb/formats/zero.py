@@ -18,6 +18,7 @@ import torch
 from .. import save as _save
 from .._C import Error
 from ..deepspeed.checkpoint import latest_in
+from ..durable import write_text
 from . import files, unpickle
 from .contents import Contents, Entry, Optimizer
 
@@ -402,5 +403,5 @@ def write(path: str, contents: Contents, ranks: int) -> str:
     files.write_pickle(os.path.join(folder, "mp_rank_00_model_states.pt"), words)
     for rank in range(ranks):
         files.write_pickle(os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"), words)
-    files.write_text(os.path.join(path, "latest_universal"), tag)
+    write_text(os.path.join(path, "latest_universal"), tag)
     return folder

@@ -147,6 +147,15 @@ struct Parts : torch::nn::Module {
   std::shared_ptr<Bag> outside;
 };
 
+// Gradients for all of Parts, of this value.
+inline std::vector<at::Tensor> ones(double value) {
+  std::vector<at::Tensor> all;
+  for (const auto* shapes : {&Parts::kInside, &Parts::kOutside}) {
+    for (const auto& shape : *shapes) all.push_back(at::full(shape, value, at::kDouble));
+  }
+  return all;
+}
+
 // The largest difference, relative to the largest value.
 inline double distance(const at::Tensor& found, const at::Tensor& expected) {
   if (expected.numel() == 0) return 0;
