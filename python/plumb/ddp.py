@@ -230,6 +230,7 @@ class DistributedDataParallel(_Torchs):
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
+        _keep_groups(self.process_group, dist.group.WORLD, state, getattr(state, "process_group", None))
         self.engine._engine.use_hook(state, _checked(hook))
 
     def _check_comm_hook(self, hook: Any) -> None:
@@ -298,6 +299,15 @@ class DistributedDataParallel(_Torchs):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["_takes_first_ranks_values"] = False
+
+
+#: What a hook's futures call back is let go of by a thread of its process group, some time after they were waited for. Were it
+#: the last to hold the group, the group would end on its own thread, and the process with it: groups of hooks stay until the exit.
+_groups_of_hooks: set[dist.ProcessGroup] = set()
+
+
+def _keep_groups(*candidates: object) -> None:
+    _groups_of_hooks.update(one for one in candidates if isinstance(one, dist.ProcessGroup))
 
 
 def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:

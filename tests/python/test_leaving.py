@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import plumb
+from plumb.world import leave
 from programs import nested_checkpoints
 from stage import Block, Net, Play, compare, make
 
@@ -247,6 +249,43 @@ def test_an_interrupt_in_the_middle_of_a_backward_ends_every_rank(tmp_path: path
     zero, one = run_ranks(text, tmp_path)
     assert zero.returncode in (1, -signal.SIGINT, 130) and "KeyboardInterrupt" in zero.stderr, zero.stderr
     assert one.returncode == 1 and "plumb.Error" in one.stderr, one.stderr
+
+
+class ReleasedLate:
+    """What is let go of a while after everybody has gone on."""
+
+    def __del__(self) -> None:
+        time.sleep(1.0)
+
+
+def hooked_until_the_end() -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    model = plumb.DistributedDataParallel(nn.Linear(2, 2))
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        held = (state, ReleasedLate())  # released from the end, by the thread of the group that made the sum
+
+        def mean(done: Any, held: Any = held) -> torch.Tensor:
+            total: torch.Tensor = done.value()[0]
+            return total / 2
+
+        time.sleep(0.3 * dist.get_rank())  # so that a sum is waited for, and its future called back by that thread
+        return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future().then(mean)
+
+    model.register_comm_hook(group, hook)
+    model(torch.ones(1, 2)).sum().backward()
+    del model, hook, group
+    gc.collect()
+    leave()
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(1.5)
+
+
+def test_a_process_group_does_not_end_on_its_own_thread() -> None:
+    # In torch it does ("Resource deadlock avoided", and the process is gone) when a hook's callback holds it last.
+    plumb.spawn(hooked_until_the_end, 2)
 
 
 # ---- errors
