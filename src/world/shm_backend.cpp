@@ -11,7 +11,6 @@ namespace plumb {
 namespace {
 
 using c10d::Work;
-using Verb = ShmCall::Verb;
 
 class ShmBackend final : public c10d::Backend {
  public:

@@ -35,22 +35,22 @@ const char* ShmRing::input(int rank, uint64_t number, int64_t part) const {
 }
 
 // "all_reduce(sum) of 12 Float".
-static std::string describe(ShmCall::Verb verb, Reduction reduction, int root, int64_t numel, int dtype) {
+static std::string describe(Verb verb, Reduction reduction, int root, int64_t numel, int dtype) {
   std::string text = plumb::name_of(verb);
-  if (verb == ShmCall::Verb::all_reduce || verb == ShmCall::Verb::reduce_scatter) {
+  if (verb == Verb::all_reduce || verb == Verb::reduce_scatter) {
     text += std::string("(") + name_of(reduction) + ")";
   }
-  if (verb == ShmCall::Verb::broadcast) text += " from rank " + std::to_string(root);
+  if (verb == Verb::broadcast) text += " from rank " + std::to_string(root);
   if (dtype < 0) return text;
   return text + " of " + std::to_string(numel) + " " + c10::toString(static_cast<at::ScalarType>(dtype));
 }
 
 bool ShmRing::well_formed(int rank, const Slot& its) const {
   if (its.place == Slot::Place::nowhere) {
-    return its.verb == ShmCall::Verb::barrier || (its.verb == ShmCall::Verb::broadcast && its.root != rank);
+    return its.verb == Verb::barrier || (its.verb == Verb::broadcast && its.root != rank);
   }
   const int64_t item = static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(its.dtype)));
-  const int64_t splits = its.verb == ShmCall::Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
+  const int64_t splits = its.verb == Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
   const int64_t bytes = splits + (its.parts - 1) * its.stride + its.count * item;
   return its.place == Slot::Place::slot ? bytes <= payload : heap_->within(rank, its.offset, bytes);
 }
@@ -61,7 +61,7 @@ std::string ShmRing::mismatch(uint64_t number) const {
   const auto say = [](const Slot& s) { return describe(s.verb, s.reduction, s.root, s.numel, s.dtype); };
   for (int r = 0; r < size_; ++r) {
     const Slot& its = slot(r, number);
-    const bool sizes = its.verb == ShmCall::Verb::all_to_all ||
+    const bool sizes = its.verb == Verb::all_to_all ||
                        (its.numel == first.numel && its.begin == first.begin && its.count == first.count);
     if (its.verb != first.verb || its.reduction != first.reduction || its.root != first.root ||
         its.dtype != first.dtype || !sizes) {
@@ -97,26 +97,26 @@ void ShmRing::do_piece(Piece& piece, uint64_t number) {
   const int64_t bytes = piece.count * item;
   char* output = call.output.defined() ? static_cast<char*>(call.output.data_ptr()) : nullptr;
   switch (call.verb) {
-    case ShmCall::Verb::barrier:
+    case Verb::barrier:
       break;
-    case ShmCall::Verb::broadcast:
+    case Verb::broadcast:
       if (rank_ != call.root) move_bytes(output + piece.begin * item, input(call.root, number, 0), bytes);
       break;
-    case ShmCall::Verb::all_gather:
+    case Verb::all_gather:
       for (int r = 0; r < size_; ++r) {
         move_bytes(output + (r * call.numel + piece.begin) * item, input(r, number, 0), bytes);
       }
       break;
-    case ShmCall::Verb::reduce_scatter:
-    case ShmCall::Verb::all_reduce: {
-      const int part = call.verb == ShmCall::Verb::reduce_scatter ? rank_ : 0;
+    case Verb::reduce_scatter:
+    case Verb::all_reduce: {
+      const int part = call.verb == Verb::reduce_scatter ? rank_ : 0;
       std::vector<const void*> in;
       for (int r = 0; r < size_; ++r) in.push_back(input(r, number, part));
       void* out = output + piece.begin * item;
       reduce_in_order(in, std::span<void* const>(&out, 1), piece.count, call.input.scalar_type(), call.reduction);
       break;
     }
-    case ShmCall::Verb::all_to_all:
+    case Verb::all_to_all:
       exchange_parts(call, number);
       break;
   }

@@ -38,15 +38,15 @@ c10::intrusive_ptr<c10d::Work> ShmRing::issue(ShmCall call, std::chrono::millise
   const auto active = std::make_shared<Active>();
   active->call = std::move(call);
   const ShmCall& what = active->call;
-  const bool in_one = what.verb == ShmCall::Verb::barrier || what.verb == ShmCall::Verb::all_to_all;
+  const bool in_one = what.verb == Verb::barrier || what.verb == Verb::all_to_all;
   if (what.input.defined()) active->item = static_cast<int64_t>(what.input.element_size());
-  active->parts = what.verb == ShmCall::Verb::reduce_scatter ? size_ : 1;
+  active->parts = what.verb == Verb::reduce_scatter ? size_ : 1;
   const int64_t bytes = what.numel * active->item * active->parts;
   active->small = bytes <= small_bytes;
   const int64_t step =
       in_one ? std::max<int64_t>(what.numel, 1) : std::max<int64_t>(piece_bytes / (active->item * active->parts), 1);
   const int64_t unit = unit_bytes / active->item;
-  const bool claimed = what.verb == ShmCall::Verb::all_reduce && !active->small;
+  const bool claimed = what.verb == Verb::all_reduce && !active->small;
 
   std::lock_guard lock(mutex_);
   int64_t begin = 0;
@@ -139,7 +139,6 @@ bool ShmRing::publish() {
 
 // Writes into the slot what this piece is and where its input lies.
 void ShmRing::fill(Piece& piece, Slot& slot) {
-  using Verb = ShmCall::Verb;
   const Active& active = *piece.active;
   const ShmCall& call = active.call;
   slot.verb = call.verb;

@@ -27,12 +27,12 @@
 #include "world/report.h"
 #include "world/shm_heap.h"
 #include "world/sum.h"
+#include "world/verb.h"
 
 namespace plumb {
 
 // One rank's call of one collective.
 struct ShmCall {
-  enum class Verb : uint32_t { barrier, broadcast, all_gather, reduce_scatter, all_reduce, all_to_all };
   Verb verb = Verb::barrier;
   Reduction reduction = Reduction::sum;
   int root = 0;
@@ -66,7 +66,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
 
   struct Slot {
     enum class Place : uint32_t { nowhere, slot, heap };
-    ShmCall::Verb verb;
+    Verb verb;
     Reduction reduction;
     int32_t dtype;
     int32_t root;

@@ -20,47 +20,9 @@ void pause_core() {
 #endif
 }
 
-c10d::OpType type_of(ShmCall::Verb verb) {
-  using c10d::OpType;
-  switch (verb) {
-    case ShmCall::Verb::barrier:
-      return OpType::BARRIER;
-    case ShmCall::Verb::broadcast:
-      return OpType::BROADCAST;
-    case ShmCall::Verb::all_gather:
-      return OpType::_ALLGATHER_BASE;
-    case ShmCall::Verb::reduce_scatter:
-      return OpType::_REDUCE_SCATTER_BASE;
-    case ShmCall::Verb::all_reduce:
-      return OpType::ALLREDUCE;
-    case ShmCall::Verb::all_to_all:
-      return OpType::ALLTOALL_BASE;
-  }
-  return OpType::UNKNOWN;
-}
-
 }  // namespace
 
-const char* name_of(ShmCall::Verb verb) {
-  switch (verb) {
-    case ShmCall::Verb::barrier:
-      return "barrier";
-    case ShmCall::Verb::broadcast:
-      return "broadcast";
-    case ShmCall::Verb::all_gather:
-      return "all_gather";
-    case ShmCall::Verb::reduce_scatter:
-      return "reduce_scatter";
-    case ShmCall::Verb::all_reduce:
-      return "all_reduce";
-    case ShmCall::Verb::all_to_all:
-      return "all_to_all";
-  }
-  return "an unknown collective";
-}
-
-ShmWork::ShmWork(std::shared_ptr<ShmRing> ring, int rank, ShmCall::Verb verb, uint64_t last,
-                 std::chrono::milliseconds timeout)
+ShmWork::ShmWork(std::shared_ptr<ShmRing> ring, int rank, Verb verb, uint64_t last, std::chrono::milliseconds timeout)
     : Work(rank, type_of(verb)), ring_(std::move(ring)), verb_(verb), last_(last), timeout_(timeout) {}
 
 void ShmWork::end(const std::exception_ptr& failure) {

@@ -5,13 +5,10 @@
 
 namespace plumb {
 
-const char* name_of(ShmCall::Verb verb);
-
 class ShmWork final : public c10d::Work {
  public:
   // `last`: the number of the call's last piece.
-  ShmWork(std::shared_ptr<ShmRing> ring, int rank, ShmCall::Verb verb, uint64_t last,
-          std::chrono::milliseconds timeout);
+  ShmWork(std::shared_ptr<ShmRing> ring, int rank, Verb verb, uint64_t last, std::chrono::milliseconds timeout);
 
   void end(const std::exception_ptr& failure);
 
@@ -22,7 +19,7 @@ class ShmWork final : public c10d::Work {
   bool outcome();
 
   const std::shared_ptr<ShmRing> ring_;
-  const ShmCall::Verb verb_;
+  const Verb verb_;
   const uint64_t last_;
   const std::chrono::milliseconds timeout_;
   std::atomic<bool> ended_{false};

@@ -2,7 +2,7 @@
 //
 // Between two ranks there are several lanes, each a connection of its own. What is sent on a lane comes in the order of
 // sending, into the places that the receiver named, in the order of naming. Nothing is read before it has a place: a rank
-// that is ahead waits in the network, and costs nobody memory. Nothing here waits, has a thread or a lock; see TcpBackend.
+// that is ahead waits in the network, and costs nobody memory. Nothing here waits, has a thread or a lock; see TcpCalls.
 #pragma once
 
 #include <poll.h>

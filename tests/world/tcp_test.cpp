@@ -10,6 +10,8 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <latch>
 #include <sstream>
@@ -181,6 +183,33 @@ TEST(Tcp, WhatIsDroppedUnfinishedNeitherHangsNorIsWritten) {
     backend->shutdown();
   });
   expect_all_well(thrown);
+}
+
+int threads_of_tcp() {
+  int found = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+    found += name == "plumb_tcp" ? 1 : 0;
+  }
+  return found;
+}
+
+// Rank 0 has let go of the call and of the backend when the thread ends the call, and with it itself.
+TEST(Tcp, ACallThatNobodyHoldsEndsAllTheSame) {
+  const int before = threads_of_tcp();
+  for (int turn = 0; turn < 5; ++turn) {
+    expect_all_well(on_tcp(2, [](int rank, const BackendPtr& backend) {
+      all_reduce(backend, at::ones({10}))->wait(seconds(60));
+      const at::Tensor mine = at::full({100'000}, 1.0 + rank);
+      if (rank == 0) return static_cast<void>(all_reduce(backend, mine));
+      std::this_thread::sleep_for(milliseconds(50));
+      all_reduce(backend, mine)->wait(seconds(60));
+      expect_all(mine, 3);
+    }));
+  }
+  for (int i = 0; i < 10'000 && threads_of_tcp() > before; ++i) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_EQ(threads_of_tcp(), before);
 }
 
 TEST(Tcp, ArgumentsThatCannotBeCarriedAreRefusedBeforeAnybodyWaits) {
