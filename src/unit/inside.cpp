@@ -119,15 +119,15 @@ std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameter
   if (in_backward && backward::listen(shared_from_this())) ++tasks_;
   std::vector<at::Tensor> whole(parameters.size());
   for (Home* home : homes_of(parameters)) {
-    use(*home);
-    const auto memory = std::make_shared<inside::Handed>(take_memory(*home), bytes_of(*home), handed_out_);
+    gathers_.fill(*home);
+    const auto memory = std::make_shared<inside::Handed>(home->take_memory(), home->bytes(), handed_out_);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const c10::StorageImpl* storage = parameters[i].storage().unsafeGetStorageImpl();
       const auto place = std::ranges::find(home->places, storage, [](const at::Tensor& one) {
         return static_cast<const c10::StorageImpl*>(one.storage().unsafeGetStorageImpl());
       });
       if (place == home->places.end()) continue;
-      const Sink& sink = *home->bucket->sinks[static_cast<size_t>(place - home->places.begin())];
+      const Sink& sink = *home->bucket.sinks[static_cast<size_t>(place - home->places.begin())];
       char* begin = memory->data() + sink.slot.offset * static_cast<int64_t>(home->whole.element_size());
       whole[i] = at::from_blob(
           begin, parameters[i].sizes(), parameters[i].strides(), [memory](void*) {}, home->whole.options());

@@ -1,0 +1,272 @@
+#include "unit/gathers.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "plumb/error.h"
+#include "world/road.h"
+#include "world/timeline.h"
+
+namespace plumb {
+
+Gathers::Gathers(Reducer& reducer, std::deque<Home>& homes)
+    : reducer_(reducer), homes_(homes), window_bytes_(reducer.options().gather_ahead_bytes) {
+  for (Home& home : homes_) home_of_bucket_[home.bucket.index] = &home;
+}
+
+void Gathers::fill(Home& home) {
+  if (home.full && !home.ahead) return;
+  if (home.peers.empty()) return gather_together(home);
+  gather(home);
+}
+
+void Gathers::gather_together(Home& home) {
+  if (!home.named) return ask_to_gather(home);
+  home.ahead = false;
+  order_.after(home.bucket.index);
+  look_ahead();
+  send_ahead(home.full ? nullptr : &home);
+  receive(home);
+  if (!home.lent) {
+    home.lend();
+    home.versions = home.versions_now();
+  }
+}
+
+// The window: the units that are used next, as many as fit, and one that does not. Whatever is whole for nobody is released.
+void Gathers::look_ahead() {
+  for (Home* home : soon_) home->soon = false;
+  soon_.clear();
+  int64_t bytes = 0;
+  for (const int index : order_.following()) {
+    Home* home = home_of_bucket_.at(index);
+    if (home->soon) continue;
+    bytes += home->bytes();
+    if (bytes > window_bytes_ && !soon_.empty()) break;
+    home->soon = true;
+    soon_.push_back(home);
+  }
+  for (Home& home : homes_) {
+    if (home.ahead && !home.soon) release(home);
+  }
+}
+
+// Sends for `first`, and for the window once less than half of it is there. Small neighbours are one message.
+void Gathers::send_ahead(Home* first) {
+  constexpr int64_t together = 512 << 10;  // bytes of a message of several
+  std::vector<Home*> wanted;
+  if (first != nullptr) wanted.push_back(first);
+  int64_t there = 0, all = 0;
+  for (const Home* home : soon_) {
+    all += home->bytes();
+    if (home->full) there += home->bytes();
+  }
+  if (first != nullptr || 2 * there <= all) {
+    for (Home* home : soon_) {
+      if (home->full || home == first) continue;
+      home->ahead = true;
+      wanted.push_back(home);
+    }
+  }
+  std::vector<Home*> message;
+  int64_t bytes = 0;
+  for (Home* home : wanted) {
+    if (!message.empty() && bytes + home->bytes() > together) {
+      send_for(std::exchange(message, {}));
+      bytes = 0;
+    }
+    message.push_back(home);
+    bytes += home->bytes();
+  }
+  if (!message.empty()) send_for(message);
+}
+
+void Gathers::send_for(const std::vector<Home*>& homes) {
+  at::NoGradGuard no_grad;
+  std::vector<Group::Part> parts;
+  Digest what;
+  for (Home* home : homes) {
+    const Alone alone(home->lanes, home->whole.device());
+    begin(*home);
+    parts.push_back({home->bucket.parameter, home->whole});
+    what.add(static_cast<uint64_t>(home->bucket.index));
+    sent_for_.add(static_cast<uint64_t>(home->bucket.index));
+    sent_since_.push_back(home->bucket.index);
+  }
+  const int64_t said = reducer_.fault == Fault::gather_unnamed ? 0 : what.value();
+  const auto message = std::make_shared<Pending>();
+  for (Home* home : homes) home->arriving = message;
+  try {
+    *message = reducer_.team().shard_control().gather(parts, said);
+  } catch (...) {
+    lose();
+    throw;
+  }
+  on_their_way_.push_back(message);
+}
+
+// A gather failed: nobody uses what did not come, or may still be written.
+void Gathers::lose() {
+  on_their_way_.clear();
+  for (Home& home : homes_) {
+    if (!home.arriving) continue;
+    home.arriving.reset();
+    home.ahead = false;
+    home.abandon();
+  }
+}
+
+// Asks before every gather, where a backend would mix up what ranks gather. What everybody expects to use next is gathered
+// ahead.
+void Gathers::ask_to_gather(Home& home) {
+  const std::string& name = home.name();
+  const std::array<int64_t, 2> mine{home.bucket.index, order_.after(home.bucket.index)};
+  bool agreed = mine[1] >= 0;
+  for (const auto& other : reducer_.gathers().shard_control.exchange(mine, place_of(home))) {
+    agreed = agreed && other[1] == mine[1];
+    if (other[0] == mine[0]) continue;
+    const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
+    throw Error(reducer_.world().rank(),
+                "this rank gathers the parameters beside '" + name + "' while another gathers those beside '" +
+                    theirs.sinks[0]->name +
+                    "'; this backend can only gather what every rank uses, in the same order: use the same units on "
+                    "every rank, or ranks of one machine, which read each other's memory (backend shm)");
+  }
+  if (!home.full) gather(home);
+  home.ahead = false;
+  release_ahead();
+  const auto next =
+      std::find_if(homes_.begin(), homes_.end(), [&](const Home& other) { return other.bucket.index == mine[1]; });
+  if (agreed && next != homes_.end() && !next->full) {
+    gather(*next);
+    next->ahead = true;
+  }
+  receive(home);
+}
+
+void Gathers::begin(Home& home) {
+  home.make_room();
+  ++count_;
+  home.complete = false;
+  home.sent_for = std::chrono::steady_clock::now();
+  const Where where = reducer_.here(Where::Kind::backward);
+  road_of(reducer_.world()).pass(Point::gather, where.step, where.pass, home.bucket.index);
+}
+
+// Begins it; a collective ends in receive().
+void Gathers::gather(Home& home) {
+  at::NoGradGuard no_grad;
+  const Alone alone(home.lanes, home.whole.device());
+  begin(home);
+  home.lend();
+  home.versions = home.versions_now();
+  if (home.peers.empty()) {
+    home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket.parameter));
+    return;
+  }
+  const int64_t part = home.bucket.held.size();
+  for (size_t r = 0; r < home.peers.size(); ++r) {
+    home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
+  }
+}
+
+// Messages are waited for in the order in which all ranks sent for them: so two ranks that differ wait at the same one.
+void Gathers::receive(Home& home) {
+  const Alone alone(home.lanes, home.whole.device());
+  const auto message = home.arriving;
+  if (!message) return;
+  try {
+    const Where where = place_of(home);
+    if (std::ranges::count(on_their_way_, message) > 0) {
+      for (bool done = false; !done; on_their_way_.pop_front()) {
+        done = on_their_way_.front() == message;
+        on_their_way_.front()->wait(where);
+      }
+    }
+    message->wait(where);
+  } catch (...) {
+    lose();
+    throw;
+  }
+  home.arriving.reset();
+  if (Timeline& timeline = timeline_of(reducer_.world()); timeline.on()) {
+    timeline.span("gathers", home.name(), home.sent_for);
+  }
+}
+
+int64_t Gathers::settle() {
+  for (Home& home : homes_) {
+    if (home.arriving) receive(home);
+  }
+  sent_since_.erase(sent_since_.begin(), sent_since_.begin() + static_cast<ptrdiff_t>(compared_));
+  compared_ = sent_since_.size();
+  return reducer_.team().mesh().replicate == 1 ? sent_for_.value() : 0;  // replicas are free to differ
+}
+
+void Gathers::explain(const Where& where) {
+  Group& control = reducer_.control();
+  const auto count = static_cast<int64_t>(sent_since_.size());
+  int64_t most = 0;
+  for (const auto& theirs : control.exchange(std::span(&count, 1), where)) most = std::max(most, theirs[0]);
+  std::vector<int64_t> mine = sent_since_;
+  mine.resize(static_cast<size_t>(most), -1);
+  const auto all = control.exchange(mine, where);
+  const auto told = [&](int64_t index) {
+    return index < 0 ? std::string("nothing more")
+                     : "the parameters beside '" + reducer_.buckets()[static_cast<size_t>(index)].sinks[0]->name + "'";
+  };
+  for (size_t i = 0; i < mine.size(); ++i) {
+    for (size_t rank = 1; rank < all.size(); ++rank) {
+      if (all[rank][i] == all[0][i]) continue;
+      throw Error(
+          reducer_.world().rank(),
+          "rank 0 gathered " + told(all[0][i]) + " where rank " + std::to_string(rank) + " gathered " +
+              told(all[rank][i]) + ", as gather " + std::to_string(i + 1) +
+              " of this pass; nothing of it was used "
+              "to update a parameter. Ranks that cannot read each other's memory gather what every rank uses, in "
+              "the same order: use the same units on every rank, or ranks of one machine (backend shm)");
+    }
+  }
+  throw Error(
+      reducer_.world().rank(),
+      "the ranks gathered the same units in this pass, and different ones in an earlier one; use the same units "
+      "on every rank");
+}
+
+void Gathers::release(Home& home) {
+  if (!home.full) return;
+  if (home.ahead) receive(home);
+  home.ahead = false;
+  home.release();
+}
+
+void Gathers::set_down(Home& home) {
+  if (home.peers.empty() && home.named && home.soon) {
+    home.withdraw();
+    home.ahead = true;
+  } else {
+    release(home);
+  }
+}
+
+void Gathers::backward_ended() {
+  release_ahead();
+  order_.restart();
+  look_ahead();
+}
+
+// What nobody came to use after all.
+void Gathers::release_ahead() {
+  for (Home& home : homes_) {
+    if (home.ahead) release(home);
+  }
+}
+
+Where Gathers::place_of(const Home& home) const {
+  return reducer_.here(Where::Kind::backward, "gathering the parameters beside '" + home.name() + "'");
+}
+
+}  // namespace plumb

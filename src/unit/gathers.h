@@ -1,0 +1,63 @@
+// Gathers: how homes are filled with every rank's shard, when, and in which order.
+//
+// Ranks that share memory read each other's shards in place, alone. Others gather by collectives: in program order and without
+// asking where a message can say what it gathers, and what they gathered is compared with the facts of the pass; where a backend
+// would mix up what ranks gather, they ask before each. What is used next, as after the last backward, is gathered ahead.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "layout/digest.h"
+#include "unit/home.h"
+#include "unit/order.h"
+
+namespace plumb {
+
+class Gathers {
+ public:
+  Gathers(Reducer& reducer, std::deque<Home>& homes);
+
+  void fill(Home& home);      // it is whole for the current stream
+  void release(Home& home);   // also one that is on its way
+  void set_down(Home& home);  // nobody uses it: kept, out of reach, when it is used soon; otherwise released
+  void backward_ended();
+
+  // Everything that was sent for has come; a digest of all that was, in order. 0 where nobody has to gather alike.
+  int64_t settle();
+  // Ranks found different ones: an Error that names the first units that differ. Collective.
+  [[noreturn]] void explain(const Where& where);
+
+  int64_t count() const { return count_; }  // so far
+  void set_window(int64_t bytes) { window_bytes_ = bytes; }
+
+ private:
+  void gather(Home& home);
+  void gather_together(Home& home);
+  void ask_to_gather(Home& home);
+  void begin(Home& home);
+  void look_ahead();
+  void send_ahead(Home* first);
+  void send_for(const std::vector<Home*>& homes);
+  void receive(Home& home);
+  void lose();
+  void release_ahead();
+  Where place_of(const Home& home) const;
+
+  Reducer& reducer_;
+  std::deque<Home>& homes_;
+  std::unordered_map<int, Home*> home_of_bucket_;      // by the bucket's index
+  Order order_;                                        // of gathers by collectives
+  int64_t window_bytes_;                               // of the window in which homes are whole before their use
+  std::vector<Home*> soon_;                            // the window
+  std::deque<std::shared_ptr<Pending>> on_their_way_;  // messages, in the order of their sending
+  Digest sent_for_;                                    // every gather so far, in order
+  std::vector<int64_t> sent_since_;                    // those since ranks last but one compared
+  size_t compared_ = 0;                                // how many of them the last comparison covers
+  int64_t count_ = 0;
+};
+
+}  // namespace plumb
