@@ -394,6 +394,7 @@ void Sockets::arm(Line& line) {
 }
 
 void Sockets::heard(void* line) {
+  if (line == nullptr) return;  // whoever only wakes the thread
   Line& one = *static_cast<Line*>(line);
   one.armed = EPOLLONESHOT;
   arm(one);
