@@ -250,6 +250,50 @@ TEST(LossScale, GrowsAndBacksOffByExactCounts) {
   EXPECT_TRUE(off.scaled(loss).is_same(loss));
 }
 
+// Every field of the rule at once, against what its comments say, told from the whole history each time.
+TEST(LossScale, FollowsEveryFieldOfItsRuleOverDrawnHistories) {
+  for (uint64_t seed = 1; seed <= 400; ++seed) {
+    SCOPED_TRACE(seed);
+    Draw draw(seed);
+    LossScale rule;
+    rule.initial = draw.of<double>({1, 64, 4096});
+    rule.growth = draw.of<double>({1.5, 2, 4});
+    rule.backoff = draw.of<double>({0.5, 0.25});
+    rule.interval = draw.whole(1, 4);
+    rule.minimum = draw.of<double>({0, 1, 16, 100});
+    rule.hysteresis = draw.whole(1, 4);
+    rule.recovery = draw.one_in(2) ? LossScale::Recovery::at_a_good_step : LossScale::Recovery::when_it_grows;
+    rule.delay = draw.whole(0, 3);
+    const bool counts_anew = rule.recovery == LossScale::Recovery::at_a_good_step;
+    Scaler scaler(rule);
+    const int64_t bad = draw.of<int64_t>({2, 3, 6});
+    double scale = rule.initial;
+    int64_t good = 0, skipped = 0;  // in a row; since they are counted anew
+    for (int step = 0; step < 60; ++step) {
+      const bool skip = draw.one_in(bad);
+      scaler.settle(skip);
+      if (skip) {
+        good = 0;
+        if (++skipped >= rule.hysteresis && scale > rule.minimum) scale = std::max(scale * rule.backoff, rule.minimum);
+      } else {
+        ++good;
+        if (counts_anew) skipped = 0;
+        if (good > rule.delay && (good - rule.delay) % rule.interval == 0) {
+          scale *= rule.growth;
+          skipped = 0;
+        }
+      }
+      ASSERT_DOUBLE_EQ(scaler.scale(), scale) << "after step " << step;
+      // A checkpoint of this moment goes on in the same way.
+      if (draw.one_in(5)) {
+        Scaler other(rule);
+        other.restore(scaler.scale(), scaler.good_steps(), scaler.patience());
+        scaler = other;
+      }
+    }
+  }
+}
+
 // The scales after steps that were good ('.') or skipped ('x').
 std::vector<double> scales_after(const LossScale& rule, const std::string& steps) {
   Scaler scaler(rule);

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 
 COMPILER = re.compile(r"(^|[/-])(g|c|clang)\+\+[-.\d]*$")
@@ -25,7 +26,7 @@ class Workshop:
             words = shlex.split(entry["command"])
             if f"/{target}.dir/" in "/" + words[words.index("-o") + 1]:
                 self.commands[str(pathlib.Path(entry["file"]).resolve())] = words
-        self.link_words = self.find_link(target)
+        self.link_words = [self.kept(word) for word in self.find_link(target)]
         self.headers = {}
 
     def ninja(self, *question: str) -> str:
@@ -39,6 +40,15 @@ class Workshop:
             raise SystemExit(f"mutants: {self.build} does not say how it links {target}; build it with ninja first")
         command = lines[-1].removeprefix(": && ").removesuffix(" && :")
         return shlex.split(command)
+
+    def kept(self, word: str) -> str:
+        """An object file of the build as it is now: a build that goes on meanwhile must not mix with mutants."""
+        if not word.endswith(".o") or not (self.build / word).is_file():
+            return word
+        copy = self.scratch / "objects" / word
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.build / word, copy)
+        return str(copy)
 
     @staticmethod
     def compiling(words: list[str]) -> list[str]:
@@ -90,7 +100,7 @@ class Workshop:
             words[words.index("-c") + 1] = actual
             words[1:1] = overlay
             self.call([*words, "-iquote", str(pathlib.Path(source).parent)])
-            link[link.index(output)] = made
+            link[link.index(str(self.scratch / "objects" / output))] = made
         at = link.index("-o") + 1
         soname = next((w.split("soname,")[1] for w in link if "-soname," in w), pathlib.Path(link[at]).name)
         link[at] = str(folder / soname)
