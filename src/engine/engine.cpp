@@ -310,6 +310,7 @@ Gathered::~Gathered() noexcept(false) {
   if (access_ == Access::read && !unwinding && impl.units) {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       if (parameters_[i]._version() == versions_[i] || !impl.units->owns(parameters_[i])) continue;
+      if (impl.units->is_everybodys(parameters_[i])) continue;  // written by a scope inside of this one
       for (const auto& [name, parameter] : impl.parameters) {
         if (parameter.is_same(parameters_[i])) changed = name;
       }

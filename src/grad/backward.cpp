@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "grad/mode.h"
+#include "grad/trace.h"
 #include "plumb/error.h"
 
 namespace plumb::backward {
@@ -173,7 +174,10 @@ torch::autograd::Engine& announcing_engine() {
 // libtorch alone: an engine of ours below it, which asks for hooks at every save.
 class OwnHost final : public Host {
  public:
-  void install() override { torch::autograd::set_default_engine_stub(&announcing_engine); }
+  void install() override {
+    torch::autograd::set_default_engine_stub(&announcing_engine);
+    trace::install();
+  }
   void begin_saving() override {}
   void end_saving() noexcept override {}
 };

@@ -20,6 +20,14 @@ bool Units::owns_memory_of(const at::Tensor& parameter) const {
   return parameter.has_storage() && is_home(parameter.storage().unsafeGetStorageImpl());
 }
 
+bool Units::is_everybodys(const at::Tensor& parameter) const {
+  Lock lock(mutex_);
+  const Home& home = *home_of_.at(parameter.unsafeGetTensorImpl());
+  const auto at =
+      std::ranges::find_if(home.bucket.sinks, [&](const Sink* sink) { return sink->parameter.is_same(parameter); });
+  return parameter._version() == home.versions[static_cast<size_t>(at - home.bucket.sinks.begin())];
+}
+
 std::vector<Home*> Units::homes_of(const std::vector<at::Tensor>& parameters) const {
   std::vector<Home*> homes;
   for (const at::Tensor& parameter : parameters) {

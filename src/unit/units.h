@@ -60,9 +60,10 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
   NamedTensors shards() const;
   void shards_written();
 
-  bool owns(const at::Tensor& parameter) const;         // also one that was given other memory
-  int64_t gathered_bytes() const;                       // right now
-  int64_t gathers() const { return gathers_.count(); }  // so far
+  bool owns(const at::Tensor& parameter) const;           // also one that was given other memory
+  bool is_everybodys(const at::Tensor& parameter) const;  // nobody changed it since it was gathered or published
+  int64_t gathered_bytes() const;                         // right now
+  int64_t gathers() const { return gathers_.count(); }    // so far
   // From here on by collectives, as between machines; for tests. `ahead`: bytes of the window. Collective.
   void gather_together(int64_t ahead);
 

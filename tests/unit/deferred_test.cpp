@@ -8,6 +8,8 @@
 #include <map>
 #include <thread>
 
+#include "errors.h"
+#include "unit/deferred.h"
 #include "unit/storage.h"
 #include "unit/support/net.h"
 
@@ -68,9 +70,102 @@ TEST(Deferred, ScopesMayLieInsideEachOther) {
     {
       const Deferred inner(world);
     }
+    const Unit<torch::nn::Linear> nothing{
+        std::shared_ptr<torch::nn::LinearImpl>()};  // a place for one that comes later
+    EXPECT_TRUE(nothing.is_empty());
     const Unit<torch::nn::Linear> cut{torch::nn::Linear(4, 4)};
     EXPECT_ANY_THROW(cut->weight.sum()) << "it was built in parts";
   });
+}
+
+// ---- parameters of which each rank has its own rows
+
+// As torch.chunk cuts them: the last ranks may get fewer, or none.
+at::Tensor rows_of(const at::Tensor& whole, int rank, int ranks) {
+  const auto chunks = whole.chunk(ranks);
+  return static_cast<size_t>(rank) < chunks.size() ? chunks[rank] : whole.narrow(0, 0, 0);
+}
+
+struct Rows {
+  explicit Rows(uint64_t seed) {
+    static std::mutex building;
+    const std::lock_guard lock(building);
+    torch::manual_seed(seed);
+    net = std::make_unique<scenarios::Alike>(2);
+    for (const at::Tensor& parameter : net->parameters()) values.push_back(parameter.detach().clone());
+  }
+  at::Tensor forward(at::Tensor h) const {
+    for (auto& layer : net->layers) h = torch::tanh(layer->forward(h));
+    return h;
+  }
+  std::unique_ptr<scenarios::Alike> net;
+  std::vector<at::Tensor> values;
+};
+
+// Six rows for one to four ranks, so that cuts are even, uneven, and leave a rank without; replicas take the first one's.
+TEST(RowsKept, ByEachRankAreItsShardAndTogetherTheParameter) {
+  for (const int replicas : {1, 2}) {
+    for (const int ranks : {1, 2, 3, 4}) {
+      if (ranks == 1 && replicas > 1) continue;
+      run_local(ranks * replicas, [&](World world) {
+        SCOPED_TRACE(c10::str(ranks, " ranks, ", replicas, " replicas"));
+        const int rank = world.rank() % ranks, replica = world.rank() / ranks;
+        const Rows rows(7);
+        const auto parameters = rows.net->parameters();
+        if (ranks > 1) {
+          for (size_t i = 0; i < parameters.size(); ++i) {
+            const at::Tensor mine = rows_of(rows.values[i], rank, ranks);
+            deferred::keep_rows(parameters[i], replica == 0 ? mine.clone() : at::full_like(mine, 77), world.rank());
+            EXPECT_TRUE(deferred::waits(parameters[i]));
+            EXPECT_THAT([&] { parameters[i].sum(); },
+                        testing::Throws<std::exception>(testing::Property(
+                            &std::exception::what, testing::HasSubstr("build the plumb::Engine first"))));
+          }
+        }
+        Engine engine(world, *rows.net, SGD{.lr = 0.1},
+                      {.strategy = replicas > 1 ? "hsdp" : "zero3", .mesh = {replicas, ranks}, .cut = Cut::at_rows});
+        std::map<std::string, at::Tensor> wanted;
+        size_t i = 0;
+        for (const auto& item : rows.net->named_parameters()) wanted[item.key()] = rows.values[i++];
+        for (const auto& [name, shard] : engine.shards()) {
+          EXPECT_TRUE(shard.equal(rows_of(wanted.at(name), rank, ranks).flatten())) << name;
+        }
+        for (size_t p = 0; p < parameters.size(); ++p) {
+          EXPECT_FALSE(deferred::waits(parameters[p]));
+          EXPECT_TRUE(engine.full_parameter(parameters[p]).equal(rows.values[p])) << p;
+        }
+        // And they train as whole ones do.
+        const Rows twin(7);
+        for (const Rows* one : {&rows, &twin}) one->forward(torch::ones({2, 6})).sum().backward();
+        engine.step();
+        const auto plain = twin.net->parameters();
+        for (size_t p = 0; p < parameters.size(); ++p) {
+          EXPECT_TRUE(engine.full_parameter(parameters[p]).allclose(plain[p] - 0.1 * plain[p].grad(), 1e-5, 1e-6)) << p;
+        }
+      });
+    }
+  }
+}
+
+TEST(RowsKept, MayBeReplacedUntilTheEngineComesAndGoWithTheirParameter) {
+  at::Tensor parameter = torch::ones({4, 3}).requires_grad_();
+  deferred::keep_rows(parameter, torch::ones({2, 3}), 0);
+  deferred::keep_rows(parameter, torch::full({1, 3}, 2.0), 0);
+  EXPECT_TRUE(deferred::take_rows(parameter).equal(torch::full({3}, 2.0)));
+  EXPECT_FALSE(deferred::take_rows(parameter).defined()) << "taken once";
+  EXPECT_FALSE(deferred::waits(parameter));
+  EXPECT_FALSE(deferred::take_rows(torch::ones({2})).defined());
+}
+
+TEST(RowsKept, MoreThanARanksPartAreRefused) {
+  const auto texts = errors(2, [](World world) {
+    const Rows rows(7);
+    for (const at::Tensor& parameter : rows.net->parameters()) {
+      deferred::keep_rows(parameter, torch::ones(parameter.sizes()), world.rank());
+    }
+    Engine engine(world, *rows.net, SGD{.lr = 0.1}, {.strategy = "zero3", .cut = Cut::at_rows});
+  });
+  EXPECT_THAT(texts, testing::Each(testing::HasSubstr("was cut by rows, and its engine does not")));
 }
 
 }  // namespace

@@ -90,6 +90,21 @@ TEST(Lifetime, ABackwardKeepsTheTwoUnitsItNeededLast) {
   });
 }
 
+// What was frozen since the engine was built brings no gradient, and nobody waits for one.
+TEST(Lifetime, AUnitIsLetGoWithItsLastGradientAlsoWhereAParameterIsFrozenSince) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    for (const auto& item : net.named_parameters()) {
+      if (item.key().ends_with("bias")) item.value().set_requires_grad(false);
+    }
+    std::vector<int64_t> seen;
+    const auto look = [&](const at::Tensor& h) {
+      h.register_hook([&](const at::Tensor&) { seen.push_back(gathered(engine)); });
+    };
+    net.forward(ones, look).sum().backward();
+    EXPECT_THAT(seen, testing::ElementsAre(0, 0, 0, 0, 0));
+  });
+}
+
 // Two units that take turns are gathered once each.
 TEST(Lifetime, ABackwardComesBackToARecentUnitWithoutAGather) {
   on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
@@ -465,12 +480,16 @@ TEST(Lifetime, EveryUseOfAReleasedParameterIsAnErrorThatNamesIt) {
           uses[i]();
           ADD_FAILURE() << "use " << i << " of " << item.key() << " read memory that is not there";
         } catch (const std::exception& error) {
-          const std::string first_line = std::string(error.what()).substr(0, std::string(error.what()).find('\n'));
+          const std::string text = error.what(), first_line = text.substr(0, text.find('\n'));
           EXPECT_THAT(first_line, testing::AllOf(testing::HasSubstr("'" + item.key() + "' was used while its unit is"),
                                                  testing::HasSubstr("engine.gathered")));
+          EXPECT_THAT(text, testing::Not(testing::HasSubstr("frame #"))) << "libtorch's, which say nothing here";
         }
       }
     }
+    EXPECT_THAT([] { at::ones({2}) + at::ones({3}); }, testing::Throws<std::exception>(testing::Property(
+                                                           &std::exception::what, testing::HasSubstr("frame #"))))
+        << "another error keeps its frames";
     net.forward(ones).sum().backward();  // and whole again when they should be
   });
 }

@@ -87,6 +87,30 @@ TEST(Units, AChangeThatWouldBeLostIsAnError) {
   });
 }
 
+// What a scope inside of another writes is nobody's loss; what comes after it, or lies beside it, is.
+TEST(Units, AWriteInsideAScopeThatReadsIsNotLost) {
+  on_two([](World world, Net& net, Engine& engine) {
+    const at::Tensor weight = net.first->up->weight, beside = net.first->up->bias;
+    at::NoGradGuard no_grad;
+    const auto program = [&](const std::function<void()>& after) {
+      const auto reads = engine.gathered({weight, beside});
+      {
+        const auto writes = engine.gathered({weight}, Access::write);
+        weight.fill_(world.rank() == 0 ? 0.25 : 7.0);
+      }
+      EXPECT_TRUE(weight.eq(0.25).all().item<bool>()) << "seen in the scope around it, too";
+      after();
+    };
+    program([] {});
+    EXPECT_TRUE(engine.full_parameter(weight).eq(0.25).all().item<bool>());
+    for (const auto& [name, changed] : {std::pair{"first.up.weight", weight}, std::pair{"first.up.bias", beside}}) {
+      const auto lost = [&] { program([&] { at::Tensor(changed).fill_(3); }); };
+      EXPECT_THAT(lost, testing::ThrowsMessage<Error>(
+                            testing::AllOf(testing::HasSubstr(name), testing::HasSubstr("the change is lost"))));
+    }
+  });
+}
+
 TEST(Units, AChangeThroughAUnitIsAnErrorAtTheNextUse) {
   on_two([](World, Net& net, Engine& engine) {
     {
