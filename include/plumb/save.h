@@ -37,6 +37,8 @@ struct SaveOptions {
   int64_t samples = 0;  // the global cursor: how many samples of the data all ranks together have used
   int64_t keep = 0;     // checkpoints that stay, this one among them, once it is durable; 0: all
   std::vector<Extra> extras;
+  // Frozen parameters whose weights are not saved, since others have them; `strict = false` loads such a checkpoint.
+  std::vector<std::string> leave_out = {};
 };
 
 struct LoadOptions {

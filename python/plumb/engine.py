@@ -317,7 +317,7 @@ class Engine:
         background: bool = False,
         leave_out: Collection[str] = (),
     ) -> str:
-        """Saves all that a run needs to go on bit for bit, as one new checkpoint in ``folder``; returns its path.
+        """Saves all that a run needs to go on bit for bit, generators of torch, Python and numpy too, as one new checkpoint in ``folder``; returns its path.
 
         Every rank calls it, between steps. Complete or absent: a ``plumb.SaveError``, on every rank, leaves the engine and
         earlier checkpoints as they were, and training may go on.
@@ -329,14 +329,14 @@ class Engine:
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
-        frozen = {name for name, parameter in self._parameters if not parameter.requires_grad}
-        for name in set(leave_out) - frozen:
-            raise Error(f"leave_out names '{name}', which is no frozen parameter of this engine")
         outer = None
         if self._steps is not None:
             assert isinstance(self.optimizer, torch.optim.Optimizer)
             outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
-        return self._engine.save(os.fspath(folder), samples, keep, background, _save.words(extras), outer, set(leave_out))
+        words = _save.words(extras)
+        return self._engine.save(
+            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators()
+        )
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""
@@ -353,15 +353,22 @@ class Engine:
         return self._apply(self._engine.begin_load(os.fspath(path), strict, _save.words(extras), self._steps is not None))
 
     def _apply(self, loading: _C.Loading) -> LoadInfo:
-        if self._steps is None:
-            loading.apply()
-            return loading.info
-        assert isinstance(self.optimizer, torch.optim.Optimizer)
         outer = loading.outer
-        if outer.text:
-            _save.check(self.optimizer, self._names, outer)
+        refusal = ""
+        generators: list[Callable[[], None]] = []
+        try:
+            generators = _save.check_generators(loading.generators)
+            if outer.text:
+                assert self._steps is not None and isinstance(self.optimizer, torch.optim.Optimizer)
+                _save.check(self.optimizer, self._names, outer)
+        except Error as error:
+            refusal = str(error)
+        loading.accept(refusal)
         loading.apply()
+        for restore in generators:
+            restore()
         if outer.text:
+            assert self._steps is not None and isinstance(self.optimizer, torch.optim.Optimizer)
             _save.restore(self.optimizer, self._steps, self._names, outer)
         return loading.info
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any, ContextManager
 
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import _Stateful
 
 from ._C import Error
 from .ddp import DistributedDataParallel
@@ -81,16 +83,85 @@ class PlumbStrategy(DDPStrategy):
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self.strategy != "ddp":
             raise Error(
-                f"the optimizer's state lies in parts under '{self.strategy}', and one file would have one rank's: save"
-                " optimizer.state_dict() of each rank"
+                f"the optimizer's state lies in parts under '{self.strategy}': fabric.save() takes it with its module, into a folder"
             )
         return super().get_optimizer_state(optimizer)
+
+    # ---- checkpoints: with an optimizer whose state lies in parts, a folder that any number of ranks under any strategy loads
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        engine = self._engine_in(state)
+        if engine is None or not any(isinstance(one, torch.optim.Optimizer) for one in state.values()):
+            return super().save_checkpoint(path, state, storage_options, filter)
+        if storage_options is not None or filter:
+            raise Error(f"strategy '{self.strategy}' saves a folder of its own: it takes no storage_options and no filter")
+        engine.save(path, keep=1, extras={_REST: _Rest(self._rest_of(state))})
+
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not os.path.isdir(path):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        if isinstance(state, torch.nn.Module) and (engine := self.engine_of(state)) is not None:
+            engine.load_weights(path, strict=strict)
+            return {}
+        engine = self._engine_in(state) if isinstance(state, dict) else None
+        if engine is None or state is None:
+            raise Error(f"'{path}' is a checkpoint of sharded state: fabric.load(path, state) needs the module that it goes into")
+        rest = _Rest(self._rest_of(state), strict)
+        engine.load(path, strict=strict, extras={_REST: rest})
+        return rest.put_into(state)
+
+    def _engine_in(self, state: dict[str, Any]) -> Engine | None:
+        found = [engine for one in state.values() if isinstance(one, torch.nn.Module) and (engine := self.engine_of(one))]
+        if len(found) > 1:
+            raise Error(f"{len(found)} modules of one checkpoint are sharded; save each with its optimizer into a folder of its own")
+        return found[0] if found else None
+
+    def _rest_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        sharded = self._engine_in(state)
+        return {
+            name: one
+            for name, one in state.items()
+            if not isinstance(one, torch.optim.Optimizer) and not (isinstance(one, torch.nn.Module) and self.engine_of(one) is sharded)
+        }
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("plumb", cls, description="Plumb, as ddp", override=True)
         for row in ("zero1", "zero2", "zero3"):
             strategy_registry.register(f"plumb_{row}", functools.partial(cls, row), description=f"Plumb, {row}", override=True)
+
+
+_REST = "fabric"
+
+
+class _Rest:
+    """What a checkpoint holds beside a module and its optimizer: schedulers, counters."""
+
+    def __init__(self, things: dict[str, Any], strict: bool = True) -> None:
+        self.things, self.strict, self.values = things, strict, dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: one.state_dict() if isinstance(one, _Stateful) else one for name, one in self.things.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        missing = self.things.keys() - state.keys()
+        if missing and self.strict:
+            raise Error(f"the checkpoint has no {', '.join(sorted(missing))}; it has {', '.join(sorted(state)) or 'nothing'}")
+        self.values = dict(state)
+        for name, one in self.things.items():
+            if isinstance(one, _Stateful) and name in self.values:
+                one.load_state_dict(self.values.pop(name))
+
+    def put_into(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Plain values go to where they came from; what nobody asked for is returned."""
+        for name in self.things:
+            if name in self.values:
+                state[name] = self.values.pop(name)
+        return self.values
 
 
 class _NoSync(_BackwardSyncControl):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import json
 import math
+import random
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -108,6 +111,55 @@ def words(extras: Extras | None) -> list[tuple[str, Callable[[], Any], Callable[
 
         result.append((name, give, take))
     return result
+
+
+# ---- random generators that are not torch's
+
+
+def generators() -> list[tuple[str, torch.Tensor]]:
+    """What Python's ``random`` and numpy's global generator are at, on this rank."""
+    states: dict[str, Any] = {"python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    return [(name, torch.frombuffer(bytearray(json.dumps(_plain(state)).encode()), dtype=torch.uint8)) for name, state in states.items()]
+
+
+def _plain(state: Any) -> Any:
+    return [_plain(item) for item in state] if isinstance(state, tuple) else state.tolist() if hasattr(state, "tolist") else state
+
+
+def check_generators(saved: list[tuple[str, torch.Tensor | None, int]]) -> list[Callable[[], None]]:
+    """What sets them back, tried on generators of no consequence; a rank that was not there before gets numbers of its own."""
+    found: list[Callable[[], None]] = []
+    for name, bits, seed in saved:
+        state = None if bits is None else json.loads(bytes(bits.tolist()).decode())
+        try:
+            if name == "python":
+                value = None if state is None else (state[0], tuple(state[1]), state[2])
+                _set_python(random.Random(), value, seed)
+                found.append(functools.partial(_set_python, random, value, seed))
+            elif name == "numpy":
+                import numpy
+
+                _set_numpy(numpy.random.RandomState(), state, seed)
+                found.append(functools.partial(_set_numpy, numpy.random, state, seed))
+        except (TypeError, ValueError, IndexError, KeyError) as error:
+            raise Error(f"the state of {name}'s random generator is not one: {error}") from None
+    return found
+
+
+def _set_python(generator: Any, state: Any, seed: int) -> None:
+    if state is None:
+        generator.seed(seed)
+    else:
+        generator.setstate(state)
+
+
+def _set_numpy(generator: Any, state: Any, seed: int) -> None:
+    if state is None:
+        generator.seed(seed % 2**32)
+    else:
+        generator.set_state(tuple(state))
 
 
 # ---- the state of a torch.optim object

@@ -51,14 +51,14 @@ std::vector<Extra> extras_of(const ExtraWords& words) {
 }
 
 std::string save(EngineObject& self, const std::string& folder, int64_t samples, int64_t keep, bool background,
-                 const ExtraWords& extras, const std::optional<Outer>& outer, const std::set<std::string>& leave_out) {
+                 const ExtraWords& extras, const std::optional<Outer>& outer, const std::vector<std::string>& leave_out,
+                 const NamedTensors& generators) {
   Engine& engine = *self;
-  const SaveOptions options{samples, keep, extras_of(extras)};
+  const SaveOptions options{samples, keep, extras_of(extras), leave_out};
   py::gil_scoped_release released;
   auto& saving = engine.impl().saving;
   if (!saving) saving = std::make_shared<Saving>(engine.impl());
-  saving->leave_out(leave_out);
-  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no);
+  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no, generators);
   return background ? "" : saving->finish();
 }
 
@@ -131,8 +131,18 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
   py::class_<Loading>(module, "Loading")
       .def_property_readonly("info", [](const Loading& self) { return self.info(); })
       .def_property_readonly("outer", [](const Loading& self) { return self.outer(); })
+      .def_property_readonly("generators",
+                             [](const Loading& self) {
+                               std::vector<std::tuple<std::string, at::Tensor, uint64_t>> all;
+                               for (const auto& one : self.outer_generators())
+                                 all.emplace_back(one.name, one.state, one.seed);
+                               return all;
+                             })
+      .def("accept", &Loading::accept, "refusal"_a, no_gil())
       .def("apply", &Loading::apply, no_gil());
-  engine.def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a, "leave_out"_a)
+  engine
+      .def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a, "leave_out"_a,
+           "generators"_a)
       .def(
           "finish_save", [](EngineObject& self) { return (*self).finish_save(); }, no_gil())
       .def(

@@ -2,10 +2,11 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <map>
+#include <tuple>
 
 #include "engine/filling.h"
-#include "engine/impl.h"
 #include "save/xxh3.h"
 #include "world/group.h"
 
@@ -46,11 +47,30 @@ void Verifier::before(int64_t step, int64_t micro) {
   };
 }
 
+// Everything that is looked at travels in one message: waiting for each other would cost more than digests do.
 void Verifier::after(int64_t step, int64_t samples) {
   if (!due(step)) return;
   engine_.impl().reducer->on_gradient = nullptr;
-  check_state(step);
-  check_contributions(step, samples);
+  const int rank = engine_.world().rank(), ranks = engine_.world().size();
+  const size_t count = engine_.impl().reducer->sinks().size();
+  own_.resize(count);
+  const State state = state_now();
+  Digests words(state.words.begin(), state.words.end());
+  words.insert(words.end(), own_.begin(), own_.end());
+  // What this rank computes of the samples of the one before it.
+  const Digests other = recomputed(samples, (rank + ranks - 1) % ranks, turn(step));
+  words.insert(words.end(), other.begin(), other.end());
+  std::vector<State::Words> states;
+  std::vector<Digests> own, checked;
+  for (const Digests& said : everybodys(words, "--verify", step)) {
+    const auto begin = said.begin() + static_cast<int64_t>(std::tuple_size_v<State::Words>);
+    const auto middle = begin + static_cast<int64_t>(count);
+    std::copy(said.begin(), begin, states.emplace_back().begin());
+    own.emplace_back(begin, middle);
+    checked.emplace_back(middle, said.end());
+  }
+  check_state(step, state, states);
+  check_contributions(step, samples, own, checked);
 }
 
 Verifier::Digests Verifier::recomputed(int64_t samples, int rank, int64_t micro) {
@@ -76,15 +96,12 @@ std::vector<Verifier::Digests> Verifier::everybodys(const Digests& mine, const s
   return exchange(engine_.world(), mine, {.kind = Where::Kind::step, .step = step, .pass = 0, .detail = what});
 }
 
-void Verifier::check_contributions(int64_t step, int64_t samples) {
+void Verifier::check_contributions(int64_t step, int64_t samples, const std::vector<Digests>& own,
+                                   const std::vector<Digests>& checked) {
   const World& world = engine_.world();
   const int rank = world.rank(), ranks = world.size();
   const auto neighbour = [&](int of, int by) { return (of + ranks + by) % ranks; };
   const int64_t micro = turn(step);
-  own_.resize(engine_.impl().reducer->sinks().size());
-  // What this rank computes of the samples of the one before it.
-  const auto own = everybodys(own_, "--verify: contributions", step);
-  const auto checked = everybodys(recomputed(samples, neighbour(rank, -1), micro), "--verify: recomputed", step);
   int accused = -1, parameter = -1;
   for (int r = 0; r < ranks && accused < 0; ++r) {
     parameter = first_difference(own[r], checked[neighbour(r, 1)]);
@@ -110,29 +127,33 @@ void Verifier::check_contributions(int64_t step, int64_t samples) {
                         " computes of the same samples (--verify). Take that machine out and go on from a checkpoint");
 }
 
-void Verifier::check_state(int64_t step) {
+Verifier::State Verifier::state_now() {
   Engine::Impl& impl = engine_.impl();
   if (impl.units) impl.units->begin_update();
-  std::vector<SavedSlot> slots = slots_of(impl, updates_of(impl));
-  Digests mine;
-  for (const SavedSlot& slot : slots) mine.push_back(digest(slot.memory.defined() ? slot.memory : slot.owner));
+  State state;
+  state.slots = slots_of(impl, updates_of(impl));
+  for (const SavedSlot& slot : state.slots) {
+    state.digests.push_back(digest(slot.memory.defined() ? slot.memory : slot.owner));
+  }
   if (impl.units) impl.units->end_update();
-  // One word for what all hold alike, one for what only the same shard of each replica holds alike.
-  const int shard = impl.reducer->team().mesh().shard;
-  Digests words(2);
   for (const bool sharded : {false, true}) {
     save::Xxh3 hash;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if (slots[i].sharded == sharded) hash.add(&mine[i], sizeof(mine[i]));
+    for (size_t i = 0; i < state.slots.size(); ++i) {
+      if (state.slots[i].sharded == sharded) hash.add(&state.digests[i], sizeof(state.digests[i]));
     }
-    words[sharded ? 1 : 0] = static_cast<int64_t>(hash.value());
+    state.words[sharded ? 1 : 0] = static_cast<int64_t>(hash.value());
   }
-  const auto said = everybodys(words, "--verify: the state", step);
+  return state;
+}
+
+void Verifier::check_state(int64_t step, const State& state, const std::vector<State::Words>& said) {
+  const std::vector<SavedSlot>& slots = state.slots;
+  const int shard = engine_.impl().reducer->team().mesh().shard;
   const int rank = engine_.world().rank(), ranks = engine_.world().size();
   bool alike = true;
   for (int r = 0; r < ranks; ++r) alike = alike && said[r][0] == said[0][0] && said[r][1] == said[r % shard][1];
   if (alike) return;
-  const auto all = everybodys(mine, "--verify: the state", step);
+  const auto all = everybodys(state.digests, "--verify: the state", step);
   for (size_t i = 0; i < slots.size(); ++i) {
     for (int first = 0; first < (slots[i].sharded ? shard : 1); ++first) {
       std::map<int64_t, std::vector<int>> holders;

@@ -2,11 +2,13 @@
 // contributed to the reduction with what a neighbour computes of the same samples: replicas agree on a wrong sum, too.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "cli/job.h"
+#include "engine/slots.h"
 
 namespace plumb::cli {
 
@@ -28,9 +30,19 @@ class Verifier {
   bool due(int64_t step) const { return every_ > 0 && (step + 1) % every_ == 0; }
   int64_t turn(int64_t step) const { return (step / every_) % job_.micros(); }
   Digests recomputed(int64_t samples, int rank, int64_t micro);
+  // What this rank holds, piece by piece, and in two words: of what all hold alike, and of what only the same shard of each
+  // replica holds alike.
+  struct State {
+    using Words = std::array<int64_t, 2>;
+    std::vector<SavedSlot> slots;
+    Digests digests;
+    Words words{};
+  };
+  State state_now();
   std::vector<Digests> everybodys(const Digests& mine, const std::string& what, int64_t step) const;
-  void check_state(int64_t step);
-  void check_contributions(int64_t step, int64_t samples);
+  void check_state(int64_t step, const State& state, const std::vector<State::Words>& said);
+  void check_contributions(int64_t step, int64_t samples, const std::vector<Digests>& own,
+                           const std::vector<Digests>& checked);
 
   Engine& engine_;
   Job& job_;

@@ -2,13 +2,21 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
 #include <optional>
+#include <thread>
 
+#include "engine/host_memory.h"
 #include "engine/together.h"
 #include "world/road.h"
 
 namespace plumb {
 namespace {
+
+constexpr size_t kReaders = 4;  // threads: more do not make a disk faster
 
 void copy_into(const SavedSlot& slot, const at::Tensor& value) {
   // A buffer that was made under InferenceMode can be written only there.
@@ -56,9 +64,50 @@ std::vector<std::string> on_every_rank(const World& world, std::function<std::st
 }
 
 at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTensor& tensor, int64_t begin, int64_t end) {
-  const at::Tensor value = at::empty({end - begin}, dtype_of(tensor.dtype));
+  const at::Tensor value = host_memory(end - begin, dtype_of(tensor.dtype));
   checkpoint.read(tensor, begin, end, value.mutable_data_ptr());
   return value;
+}
+
+at::Tensor Reads::add(const save::SavedTensor& tensor, int64_t begin, int64_t end) {
+  return reads_.emplace_back(Read{&tensor, begin, end, host_memory(end - begin, dtype_of(tensor.dtype))}).memory;
+}
+
+void Reads::run() {
+  // In the order of the files: a disk reads ahead.
+  std::stable_sort(reads_.begin(), reads_.end(), [](const Read& a, const Read& b) {
+    return !a.tensor->parts.empty() && !b.tensor->parts.empty() && a.tensor->parts[0].file < b.tensor->parts[0].file;
+  });
+  std::atomic<size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr failure;
+  size_t failed = reads_.size();
+  const auto work = [&] {
+    for (size_t i = next++; i < reads_.size(); i = next++) {
+      const Read& read = reads_[i];
+      try {
+        if (read.memory.defined()) {
+          checkpoint_.read(*read.tensor, read.begin, read.end, read.memory.mutable_data_ptr());
+        } else {
+          checkpoint_.verify(*read.tensor);
+        }
+      } catch (...) {
+        std::lock_guard lock(mutex);
+        if (i < failed) {
+          failed = i;
+          failure = std::current_exception();
+        }
+        next = reads_.size();
+      }
+    }
+  };
+  const size_t count = std::min({kReaders, reads_.size(), size_t{std::max(1u, std::thread::hardware_concurrency())}});
+  std::vector<std::thread> others;
+  for (size_t i = 1; i < count; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+  reads_.clear();
+  if (failure) std::rethrow_exception(failure);
 }
 
 void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::function<void()>& before) {

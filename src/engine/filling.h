@@ -30,6 +30,27 @@ std::vector<std::string> on_every_rank(const World& world, std::function<std::st
 // Elements [begin, end) in the order of the file.
 at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTensor& tensor, int64_t begin, int64_t end);
 
+// The same of many tensors: they are listed first, and then read by a few threads at once.
+class Reads {
+ public:
+  explicit Reads(const save::Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  // Memory that run() fills.
+  at::Tensor add(const save::SavedTensor& tensor, int64_t begin, int64_t end);
+  // Only its checksums are compared.
+  void verify(const save::SavedTensor& tensor) { reads_.push_back({&tensor, 0, 0, {}}); }
+  // All of them, or the Error of the first.
+  void run();
+
+ private:
+  struct Read {
+    const save::SavedTensor* tensor;
+    int64_t begin, end;
+    at::Tensor memory;  // undefined: none is wanted
+  };
+  const save::Checkpoint& checkpoint_;
+  std::vector<Read> reads_;
+};
+
 // Cannot fail. Gradients are forgotten; `before`: what is to be done to the engine while nobody uses it. The parameters are
 // the engine's own from here on, as after a step.
 void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::function<void()>& before);

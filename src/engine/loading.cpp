@@ -34,12 +34,12 @@ std::string newest_behind(const std::string& path) {
 }
 
 // Elements [begin, end) of a tensor whose memory may lie in another order here.
-at::Tensor read_slot(const save::Checkpoint& checkpoint, const SavedTensor& tensor, const at::Tensor& like,
-                     int64_t begin, int64_t end) {
+at::Tensor read_slot(Reads& reads, const save::Checkpoint& checkpoint, const SavedTensor& tensor,
+                     const at::Tensor& like, int64_t begin, int64_t end) {
   SavedSlot slot;
   slot.owner = like;
   const std::vector<int64_t> live = slot.strides();
-  if (live == tensor.strides || begin == end) return read_range(checkpoint, tensor, begin, end);
+  if (live == tensor.strides || begin == end) return reads.add(tensor, begin, end);
   const auto in_order = [&](const at::Tensor& flat, const std::vector<int64_t>& strides) {
     return strides.empty() ? flat.view(tensor.shape) : flat.as_strided(tensor.shape, strides);
   };
@@ -66,7 +66,7 @@ std::string LoadInfo::table() const {
 }
 
 Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer)
-    : impl_(impl) {
+    : impl_(impl), options_(options) {
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load()");
   info_.path = path + begin_loading(impl, where, [&] { return newest_behind(path); });
@@ -86,7 +86,7 @@ Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions&
     if (std::any_of(manifests.begin(), manifests.end(), [&](const auto& one) { return one != manifests[0]; })) {
       throw Error("the ranks see different checkpoints at '" + info_.path + "'");
     }
-    compare(options, outer);
+    compare(outer);
     return std::string();
   });
   std::vector<std::string> order;
@@ -95,7 +95,7 @@ Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions&
   if (manifest.step > 0) impl.reducer->arrange(order);
   impl.updater->make_room(impl.reducer->buckets(), updates_by_sink());
   on_all_ranks([&] {
-    read(options);
+    read();
     return std::string();
   });
 }
@@ -120,7 +120,7 @@ void Loading::expect(const SavedTensor* saved, const SavedSlot& slot) {
   }
 }
 
-void Loading::compare(const LoadOptions& options, OuterState outer) {
+void Loading::compare(OuterState outer) {
   const save::Manifest& manifest = checkpoint_->manifest();
   std::map<std::string, const SavedTensor*> saved;  // by title
   for (const SavedTensor& tensor : manifest.tensors) saved[tensor.title()] = &tensor;
@@ -192,6 +192,8 @@ void Loading::compare(const LoadOptions& options, OuterState outer) {
     if (tensor.kind == Kind::optimizer && tensor.shape != found->second.sizes().vec()) {
       mismatch(Mismatch::Kind::reshaped, tensor.title(), described(tensor.dtype, tensor.shape),
                c10::str(found->second.sizes()));
+    } else if (impl_.updater->is_users() && !trained.contains(tensor.name)) {
+      mismatch(Mismatch::Kind::extra, tensor.title(), described(tensor.dtype, tensor.shape), "frozen");
     } else {
       outers_.push_back(&tensor);
     }
@@ -210,7 +212,7 @@ void Loading::compare(const LoadOptions& options, OuterState outer) {
 
   // Extras, by name.
   std::set<std::string> asked, there;
-  for (const Extra& extra : options.extras) asked.insert(extra.name);
+  for (const Extra& extra : options_.extras) asked.insert(extra.name);
   for (const Json& name : manifest.engine_field("extras").array("'extras'")) there.insert(name.text("an extra's name"));
   for (const std::string& name : there) {
     if (!asked.contains(name)) mismatch(Mismatch::Kind::extra, "extra '" + name + "'");
@@ -243,76 +245,140 @@ void Loading::compare(const LoadOptions& options, OuterState outer) {
                std::to_string(impl_.options.virtual_ranks));
     }
   }
-  if (options.strict && !info_.mismatches.empty()) {
+  if (options_.strict && !info_.mismatches.empty()) {
     throw Error("the checkpoint '" + info_.path +
                 "' does not fit this engine, and nothing was loaded (strict = false loads "
-                "what fits):\n" +
+                "what fits; load_weights() takes the weights alone, in any dtype):\n" +
                 info_.table());
   }
 }
 
-void Loading::read(const LoadOptions& options) {
+void Loading::read() {
   const save::Manifest& manifest = checkpoint_->manifest();
   road_of(impl_.world).pass(Point::read);
-  const auto mismatched = [&](const std::string& what) {
-    return std::any_of(info_.mismatches.begin(), info_.mismatches.end(),
-                       [&](const Mismatch& one) { return one.what == what; });
-  };
+  Reads reads(*checkpoint_);
+  std::map<std::string, const SavedTensor*> saved_by_title;
+  for (const SavedTensor& tensor : manifest.tensors) saved_by_title[tensor.title()] = &tensor;
   for (const SavedSlot& slot : slots_of(impl_, updates_)) {
-    const SavedTensor* saved = manifest.find(slot.kind, slot.name, slot.key);
-    if (saved == nullptr || mismatched(title_of(slot))) continue;
-    fillings_.push_back({slot, read_slot(*checkpoint_, *saved, slot.owner, slot.begin, slot.end)});
+    const auto found = saved_by_title.find(title_of(slot));
+    if (found == saved_by_title.end() || mismatched(title_of(slot))) continue;
+    fillings_.push_back({slot, read_slot(reads, *checkpoint_, *found->second, slot.owner, slot.begin, slot.end)});
   }
   const bool pieces = impl_.updater->is_users();
+  std::map<std::string, const Sink*> sinks;
+  for (const Sink& sink : impl_.reducer->sinks()) sinks[sink.name] = &sink;
+  const std::map<std::string, at::Tensor> parameters(impl_.parameters.begin(), impl_.parameters.end());
   for (const SavedTensor* saved : outers_) {
     OuterTensor& one = outer_.tensors.emplace_back();
     one.parameter = saved->name;
     one.key = saved->key;
     if (saved->kind == Kind::optimizer_value) {
-      one.value = read_range(*checkpoint_, *saved, 0, saved->numel()).view(saved->shape);
+      one.value = reads.add(*saved, 0, saved->numel()).view(saved->shape);
       continue;
     }
-    for (const Sink& sink : impl_.reducer->sinks()) {
-      if (sink.name != saved->name) continue;
-      const Bucket& bucket = impl_.reducer->layout().of(sink);
-      const Range mine = pieces ? overlap(sink.slot, sink.parameter.numel(), bucket.updated) : Range{};
-      one.begin = pieces ? std::clamp<int64_t>(mine.begin - sink.slot.offset, 0, sink.parameter.numel()) : 0;
-      const int64_t end = pieces ? one.begin + mine.size() : sink.parameter.numel();
-      one.value = read_slot(*checkpoint_, *saved, sink.parameter, one.begin, end);
-      one.place = pieces ? OuterTensor::Place::piece : OuterTensor::Place::whole;
-      if (!pieces) one.value = view_in(one.value, 0, sink.parameter);
+    const at::Tensor& parameter = parameters.at(saved->name);
+    one.place = pieces ? OuterTensor::Place::piece : OuterTensor::Place::whole;
+    if (!pieces) {
+      one.value = view_in(read_slot(reads, *checkpoint_, *saved, parameter, 0, parameter.numel()), 0, parameter);
+      continue;
     }
+    const Sink& sink = *sinks.at(saved->name);
+    const Range mine = overlap(sink.slot, parameter.numel(), impl_.reducer->layout().of(sink).updated);
+    one.begin = std::clamp<int64_t>(mine.begin - sink.slot.offset, 0, parameter.numel());
+    one.value = read_slot(reads, *checkpoint_, *saved, parameter, one.begin, one.begin + mine.size());
   }
-  const int rank = impl_.world.rank();
-  for (const at::Generator& generator : saved_generators()) {
-    const std::string device = c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true);
-    const SavedTensor* own = manifest.find(Kind::generator, device, "rank " + std::to_string(rank));
-    if (own != nullptr) {
-      generator_names_.push_back(device);
-      generators_.push_back(read_range(*checkpoint_, *own, 0, own->numel()));
-    } else if (const SavedTensor* first = manifest.find(Kind::generator, device, "rank 0")) {
-      // A rank that was not there before: numbers of its own, the same whenever this is loaded.
-      const at::Tensor bits = read_range(*checkpoint_, *first, 0, first->numel());
-      save::Xxh3 hash;
-      hash.add(bits.const_data_ptr(), bits.nbytes());
-      hash.add(&rank, sizeof(rank));
-      at::Generator fresh = generator.clone();
-      fresh.set_current_seed(hash.value());
-      generator_names_.push_back(device);
-      generators_.push_back(fresh.get_state());
+  for (Generator& one : read_generators()) {
+    const std::vector<at::Generator> ours = saved_generators();
+    const auto found = std::find_if(ours.begin(), ours.end(), [&](const at::Generator& generator) {
+      return one.name == c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true);
+    });
+    if (found == ours.end()) {
+      outer_generators_.push_back(std::move(one));
+      continue;
     }
+    if (!one.state.defined()) {
+      at::Generator fresh = found->clone();
+      fresh.set_current_seed(one.seed);
+      one.state = fresh.get_state();
+    }
+    generators_.emplace_back(*found, one.state);
   }
   for (const SavedTensor& tensor : manifest.tensors) {
     if (tensor.kind == Kind::extra) {
-      const at::Tensor value = read_range(*checkpoint_, tensor, 0, tensor.numel());
-      extras_[tensor.name].emplace_back(tensor.key, value.view(tensor.shape));
-    } else if (tensor.kind == Kind::generator && rank == 0) {
-      checkpoint_->verify(tensor);  // of ranks that are no more
+      extras_[tensor.name].emplace_back(tensor.key, reads.add(tensor, 0, tensor.numel()).view(tensor.shape));
+    } else if (tensor.kind == Kind::generator && impl_.world.rank() == 0) {
+      reads.verify(tensor);  // of ranks that are no more
     }
   }
-  // The user's own may refuse, too.
-  for (const Extra& extra : options.extras) {
-    if (!mismatched("extra '" + extra.name + "'")) extra.load(extras_[extra.name]);
+  reads.run();
+}
+
+std::vector<Loading::Generator> Loading::read_generators() const {
+  const save::Manifest& manifest = checkpoint_->manifest();
+  const int rank = impl_.world.rank();
+  std::vector<Generator> all;
+  for (const SavedTensor& first : manifest.tensors) {
+    if (first.kind != Kind::generator || first.key != "rank 0") continue;
+    Generator& one = all.emplace_back(Generator{first.name, {}, 0});
+    const SavedTensor* own = manifest.find(Kind::generator, first.name, "rank " + std::to_string(rank));
+    if (own != nullptr) {
+      one.state = read_range(*checkpoint_, *own, 0, own->numel());
+      continue;
+    }
+    const at::Tensor bits = read_range(*checkpoint_, first, 0, first.numel());
+    save::Xxh3 hash;
+    hash.add(bits.const_data_ptr(), bits.nbytes());
+    hash.add(&rank, sizeof(rank));
+    one.seed = hash.value();
+  }
+  return all;
+}
+
+bool Loading::mismatched(const std::string& what) const {
+  return std::any_of(info_.mismatches.begin(), info_.mismatches.end(),
+                     [&](const Mismatch& one) { return one.what == what; });
+}
+
+void Loading::accept(const std::string& refusal) {
+  const Where where = impl_.reducer->here(Where::Kind::step, "load()");
+  const auto agree = [&](const std::function<void()>& work) {
+    const Outcome mine = attempt([&] {
+      work();
+      return std::string();
+    });
+    try {
+      share_outcome(impl_.world, mine, where);
+    } catch (const RankFailed& failure) {
+      throw Error(impl_.world.rank(), failure.what());
+    }
+  };
+  agree([&] {
+    if (!refusal.empty()) throw Error(refusal);
+  });
+  if (checkpoint_->manifest().engine_field("extras").array("'extras'").empty() && options_.extras.empty()) return;
+  std::vector<std::pair<const Extra*, NamedTensors>> before;
+  try {
+    agree([&] {
+      for (const Extra& extra : options_.extras) {
+        if (mismatched("extra '" + extra.name + "'")) continue;
+        // One that has no state yet has nothing to lose.
+        attempt([&] {
+          NamedTensors state = extra.save();
+          for (auto& [key, value] : state) value = value.clone();
+          before.emplace_back(&extra, std::move(state));
+          return std::string();
+        });
+        extra.load(extras_[extra.name]);
+      }
+    });
+  } catch (const Error&) {
+    for (const auto& [extra, state] : before) {
+      attempt([&] {
+        extra->load(state);
+        return std::string();
+      });
+    }
+    throw;
   }
 }
 
@@ -343,14 +409,9 @@ void Loading::apply() {
     impl_.updater->forget(buckets, updates_by_sink());
   });
   restore_settings();
-  std::vector<at::Generator> generators = saved_generators();
-  for (at::Generator& generator : generators) {
-    const std::string device = c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true);
-    for (size_t i = 0; i < generators_.size(); ++i) {
-      if (generator_names_[i] != device) continue;
-      std::lock_guard lock(generator.mutex());
-      generator.set_state(generators_[i]);
-    }
+  for (auto& [generator, state] : generators_) {
+    std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
   }
   impl_.reducer->resume(info_.step);
   impl_.reducer->let_go_of_gradients();

@@ -36,6 +36,7 @@ LoadInfo Engine::load(const std::string& path, const LoadOptions& options) {
   const TrainingMode training;
   finish_save();
   Loading loading(*impl_, path, options, OuterState::none);
+  loading.accept("");
   loading.apply();
   return loading.info();
 }

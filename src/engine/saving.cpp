@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <ctime>
+#include <deque>
 #include <filesystem>
 
 #include "engine/impl.h"
@@ -51,14 +52,9 @@ std::string now() {
   return text;
 }
 
-at::Tensor on_host(const at::Tensor& tensor, Copy copy) {
-  const at::Tensor there = tensor.to(at::kCPU).contiguous();
-  return copy == Copy::yes && there.is_alias_of(tensor) ? there.clone() : there;
-}
-
-// One file: its header, its tensors, all of it on the disk.
+// One file: its header and its tensors.
 template <class Items>
-void write_file(const std::string& folder, const std::string& name, const Items& items, save::Manifest& manifest) {
+void write_file(save::NewFile& file, const std::string& name, const Items& items, save::Manifest& manifest) {
   std::vector<save::TensorInFile> places;
   for (const auto& item : items) {
     places.push_back({item.tensor.in_file(), item.tensor.dtype,
@@ -66,18 +62,16 @@ void write_file(const std::string& folder, const std::string& name, const Items&
                                                                   : std::vector<int64_t>{item.end - item.begin}});
   }
   const std::string head = save::header_of(places, {{"format", "pt"}});
-  save::NewFile file(folder + "/" + name);
   file.write(head.data(), head.size());
   const auto number = static_cast<int64_t>(manifest.files.size());
   uint64_t bytes = head.size();
   for (const auto& item : items) {
-    const auto count = static_cast<size_t>(item.memory.nbytes());
-    file.write(item.memory.const_data_ptr(), count);
-    bytes += count;
+    save::Xxh3 checksum;
+    file.write(item.memory.const_data_ptr(), item.memory.nbytes(), checksum);
+    bytes += item.memory.nbytes();
     save::SavedTensor& tensor = manifest.tensors.emplace_back(item.tensor);
-    tensor.parts = {{number, item.begin, item.end, save::xxh3(item.memory.const_data_ptr(), count)}};
+    tensor.parts = {{number, item.begin, item.end, checksum.value()}};
   }
-  file.finish();
   manifest.files.push_back({name, bytes, save::xxh3(head.data(), head.size())});
 }
 
@@ -114,11 +108,13 @@ std::vector<Saving::Item> Saving::shared_out(std::vector<Item> items, int64_t in
   return mine;
 }
 
-std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Outer* outer, Copy copy) {
+std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Outer* outer, Copy copy,
+                                           const NamedTensors& generators) {
   Reducer& reducer = *impl_.reducer;
   const Mesh& mesh = reducer.team().mesh();
   const int rank = impl_.world.rank(), size = impl_.world.size();
   const int replica = rank / mesh.shard, part = rank % mesh.shard;
+  const std::set<std::string> left_out(options.leave_out.begin(), options.leave_out.end());
   std::vector<Item> sharded, replicated, own;
   const auto add = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& like,
                        const at::Tensor& memory, int64_t begin, const std::vector<int64_t>& strides, bool cut) {
@@ -139,7 +135,7 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     (cut ? sharded : replicated).push_back(std::move(item));
   };
   for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
-    if (slot.kind == Kind::weight && leave_out_.contains(slot.name)) continue;
+    if (slot.kind == Kind::weight && left_out.contains(slot.name)) continue;
     const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
     add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded);
   }
@@ -151,15 +147,14 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     item.end = item.memory.numel();
     own.push_back(std::move(item));
   };
+  std::map<std::string, at::Tensor> parameters(impl_.parameters.begin(), impl_.parameters.end());
   for (const OuterTensor& one : outer != nullptr ? outer->tensors : std::vector<OuterTensor>{}) {
     if (one.place == OuterTensor::Place::other) {
       if (replica == 0) add_own(Kind::optimizer_value, one.parameter, one.key, one.value);
       continue;
     }
     SavedSlot slot;
-    for (const auto& [name, parameter] : impl_.parameters) {
-      if (name == one.parameter) slot.owner = parameter;
-    }
+    slot.owner = parameters.at(one.parameter);
     at::Tensor memory = one.value.detach();
     if (one.place == OuterTensor::Place::whole && memory.strides() == slot.owner.strides() &&
         memory.is_non_overlapping_and_dense()) {
@@ -175,25 +170,23 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
   for (const Extra& extra : rank == 0 ? options.extras : std::vector<Extra>{}) {
     for (const auto& [key, value] : extra.save()) add_own(Kind::extra, extra.name, key, value);
   }
+  const std::string whose = "rank " + std::to_string(rank);
   for (at::Generator& generator : saved_generators()) {
     std::lock_guard lock(generator.mutex());
-    Item item;
-    item.memory = generator.get_state().clone();
-    item.end = item.memory.numel();
-    item.tensor = {Kind::generator,
-                   c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true),
-                   "rank " + std::to_string(rank),
-                   "U8",
-                   {item.end},
-                   {},
-                   false,
-                   {}};
-    own.push_back(std::move(item));
+    add_own(Kind::generator, c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true), whose,
+            generator.get_state().clone());
   }
+  for (const auto& [name, state] : generators) add_own(Kind::generator, name, whose, state);
   std::vector<Item> mine = shared_out(std::move(sharded), replica, mesh.replicate);
   for (Item& item : shared_out(std::move(replicated), rank, size)) mine.push_back(std::move(item));
   for (Item& item : own) mine.push_back(std::move(item));
-  for (Item& item : mine) item.memory = on_host(item.memory, copy);
+  if (copy == Copy::yes) {
+    std::vector<at::Tensor*> tensors;
+    for (Item& item : mine) tensors.push_back(&item.memory);
+    copies_.take(tensors);
+  } else {
+    for (Item& item : mine) item.memory = item.memory.to(at::kCPU).contiguous();
+  }
   return mine;
 }
 
@@ -243,14 +236,24 @@ save::Manifest Saving::manifest(const SaveOptions& options, const Outer* outer) 
 
 Where Saving::here(const std::string& what) const { return impl_.reducer->here(Where::Kind::step, what); }
 
-// Rank 0 makes room on the disk, and everybody sees it.
-void Saving::prepare(const std::string& folder) {
+// Rank 0 makes room on the disk, and everybody sees it: where the files go.
+std::string Saving::prepare(const std::string& folder, const SaveOptions& options) {
   writer_ = nullptr;
   const std::string steps = std::to_string(impl_.reducer->steps());
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
     impl_.reducer->check_between_steps("save()");
     if (impl_.in_step) throw Error("save() inside of a step; end_step() ends it");
+    if (options.samples < 0 || options.keep < 0) {
+      throw Error("save() with samples " + std::to_string(options.samples) + " and keep " +
+                  std::to_string(options.keep) + "; both must be at least 0");
+    }
+    for (const std::string& name : options.leave_out) {
+      const bool frozen = std::any_of(impl_.parameters.begin(), impl_.parameters.end(), [&](const auto& one) {
+        return one.first == name && !one.second.requires_grad();
+      });
+      if (!frozen) throw Error("leave_out names '" + name + "', which is no frozen parameter of this engine");
+    }
     return impl_.world.rank() == 0 ? steps + "/" + begin_files(folder) : steps;
   });
   try {
@@ -266,7 +269,7 @@ void Saving::prepare(const std::string& folder) {
       return std::string();
     });
     share_outcome(impl_.world, seen, here("save()"));
-    path_ = path;
+    return path;
   } catch (const RankFailed& failure) {
     if (writer_ != nullptr) writer_->abandon();
     throw SaveError(impl_.world.rank(), failure.what());
@@ -290,16 +293,13 @@ std::string Saving::begin_files(const std::string& folder) {
   return std::filesystem::path(path).filename().string();
 }
 
-void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy) {
+void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
+                   const NamedTensors& generators) {
   advance(Wait::yes);
   saved_.clear();
   // A folder for each checkpoint would hold a file open for each.
   std::erase_if(writers_, [this](const auto& entry) { return entry.second.get() != writer_; });
-  if (options.samples < 0 || options.keep < 0) {
-    throw Error(impl_.world.rank(), "save() with samples " + std::to_string(options.samples) + " and keep " +
-                                        std::to_string(options.keep) + "; both must be at least 0");
-  }
-  prepare(folder);
+  const std::string path = prepare(folder, options);
   folder_ = folder;
   keep_ = options.keep;
   Taken taken;
@@ -307,13 +307,19 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   const std::string failure = attempt([&] {
                                 if (impl_.units) impl_.units->begin_update();
                                 road_of(impl_.world).pass(Point::snapshot);
-                                taken = take(options, outer, copy);
+                                taken = take(options, outer, copy, generators);
                                 return std::string();
                               }).error;
-  if (impl_.units) impl_.units->end_update();
+  try {
+    if (impl_.units) impl_.units->end_update();
+  } catch (...) {  // the others are gone
+    if (writer_ != nullptr) writer_->abandon();
+    throw;
+  }
   phase_ = Phase::writing;
+  path_ = path;
   task_ = std::make_unique<Task>(
-      [taken = std::move(taken), path = path_, end = ending(), failure, &road = road_of(impl_.world)]() mutable {
+      [taken = std::move(taken), path, end = ending(), failure, &road = road_of(impl_.world)]() mutable {
         if (!failure.empty()) throw std::runtime_error(failure);
         road.beside(Point::write);
         return write(std::move(taken), path, end);
@@ -321,25 +327,30 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
 }
 
 std::string Saving::write_alone(const std::string& folder, int64_t samples) {
-  return write(take({.samples = samples}, nullptr, Copy::no), folder, ending());
+  return write(take({.samples = samples}, nullptr, Copy::no, {}), folder, ending());
 }
 
 // What this rank is to write, as it is now.
-Saving::Taken Saving::take(const SaveOptions& options, const Outer* outer, Copy copy) {
+Saving::Taken Saving::take(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators) {
   at::NoGradGuard no_grad;
   std::deque<Bucket>& buckets = impl_.reducer->buckets();
   for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
-  Taken taken{snapshot(options, outer, copy), manifest(options, outer)};
+  Taken taken{snapshot(options, outer, copy, generators), manifest(options, outer)};
   for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
   return taken;
 }
 
-// The files of one rank; the text of its manifest.
+// The files of one rank, on the disk; the text of its manifest.
 std::string Saving::write(Taken taken, const std::string& path, const std::string& end) {
   std::map<std::string, std::vector<Item>> files;
   for (Item& item : taken.items) files[file_of(item.tensor.kind)].push_back(std::move(item));
   taken.items.clear();
-  for (const auto& [name, members] : files) write_file(path, name + end, members, taken.manifest);
+  std::deque<save::NewFile> written;
+  for (const auto& [name, members] : files) {
+    write_file(written.emplace_back(path + "/" + name + end), name + end, members, taken.manifest);
+  }
+  for (save::NewFile& file : written) file.flush();
+  for (save::NewFile& file : written) file.finish();
   return taken.manifest.write();
 }
 

@@ -4,10 +4,10 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "engine/host_memory.h"
 #include "engine/together.h"
 #include "plumb/engine.h"
 #include "plumb/save.h"
@@ -43,9 +43,9 @@ class Saving {
 
   // All are collective, and throw on every rank. Ends an earlier one first. With Copy::yes the snapshot is what the engine
   // is now, whatever it trains meanwhile; with Copy::no nothing may change before finish().
-  void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy);
-  // Weights that the next ones do not hold: of frozen parameters, which others have.
-  void leave_out(std::set<std::string> names) { leave_out_ = std::move(names); }
+  // `generators`: states of this rank's random generators beside torch's, as bytes by name.
+  void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
+             const NamedTensors& generators = {});
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
   // Alone, where the others may be gone: this rank's part, at once, into files of a folder that is there. The text of its
@@ -57,13 +57,13 @@ class Saving {
  private:
   struct Item;
   struct Taken;
-  Taken take(const SaveOptions& options, const Outer* outer, Copy copy);
+  Taken take(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   static std::string write(Taken taken, const std::string& path, const std::string& end);
   std::string ending() const;
-  std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy);
+  std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
   save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;
-  void prepare(const std::string& folder);
+  std::string prepare(const std::string& folder, const SaveOptions& options);
   std::string begin_files(const std::string& folder);
   void advance(Wait wait);
   void go_on(Wait wait);
@@ -76,8 +76,8 @@ class Saving {
   std::string folder_;  // the user's word for it
   std::string path_;    // of the files that are being written; empty: nothing is under way
   int64_t keep_ = 0;
-  std::set<std::string> leave_out_;
   std::string saved_;
+  Snapshot copies_;  // of the checkpoint that is being written; the thread that writes it reads them
   enum class Phase { writing, committing } phase_ = Phase::writing;
   std::unique_ptr<Task> task_;
 };

@@ -23,6 +23,7 @@ namespace fs = std::filesystem;
 }
 
 constexpr size_t kAtOnce = 8 << 20;  // bytes of one call
+constexpr size_t kAtHand = 1 << 20;  // bytes that a processor's cache holds
 
 }  // namespace
 
@@ -43,7 +44,28 @@ void NewFile::write(const void* data, size_t bytes) {
     if (n <= 0) fail("write", path_, n < 0 ? errno : ENOSPC);
     p += n;
     bytes -= static_cast<size_t>(n);
+    written_ += static_cast<uint64_t>(n);
   }
+  if (written_ - begun_ < kAtOnce) return;
+  // Only a hint: what fails here fails again when it is waited for.
+  sync_file_range(fd_, static_cast<off_t>(begun_), static_cast<off_t>(written_ - begun_), SYNC_FILE_RANGE_WRITE);
+  begun_ = written_;
+}
+
+void NewFile::write(const void* data, size_t bytes, Xxh3& checksum) {
+  const auto* p = static_cast<const char*>(data);
+  for (size_t at = 0; at < bytes; at += kAtHand) {
+    const size_t count = std::min(kAtHand, bytes - at);
+    write(p + at, count);
+    checksum.add(p + at, count);
+  }
+}
+
+void NewFile::flush() {
+  constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  if (sync_file_range(fd_, 0, 0, kAll) == 0) return;
+  // An error of the disk is told once, here or to finish(); some file systems do not know this call.
+  if (errno == EIO || errno == ENOSPC || errno == EDQUOT) fail("bring to the disk", path_, errno);
 }
 
 void NewFile::finish() {

@@ -5,9 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "save/xxh3.h"
+
 namespace plumb::save {
 
-// A new file, written from its begin to its end. What was not synced is not there after a crash.
+// A new file, written from its begin to its end. The disk begins with the first bytes while the later ones are written.
+// What was not finished is not there after a crash.
 class NewFile {
  public:
   explicit NewFile(const std::string& path);  // an Error where it exists
@@ -16,12 +19,18 @@ class NewFile {
   NewFile& operator=(const NewFile&) = delete;
 
   void write(const void* data, size_t bytes);
+  // The same, with their checksum, taken while they are at hand.
+  void write(const void* data, size_t bytes, Xxh3& checksum);
+  // Waits for the disk to have the bytes. finish() alone would do; but where several files are flushed first, the file
+  // system writes its own facts about all of them at once.
+  void flush();
   // Its bytes are on the disk, and it is closed.
   void finish();
 
  private:
   std::string path_;
   int fd_ = -1;
+  uint64_t written_ = 0, begun_ = 0;  // bytes; of them, those that the disk was told to begin with
 };
 
 class OldFile {

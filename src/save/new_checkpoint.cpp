@@ -27,8 +27,7 @@ void NewCheckpoint::add_file(const std::string& name, const std::vector<Share>& 
     write_share(i, [&](const void* data, size_t count) {
       written += count;
       if (written > expected) throw Error(shares[i].tensor.title() + " has more bytes than its shape says");
-      file.write(data, count);
-      hash.add(data, count);
+      file.write(data, count, hash);
     });
     if (written != expected) {
       throw Error(shares[i].tensor.title() + " has " + std::to_string(written) + " bytes; its shape says " +

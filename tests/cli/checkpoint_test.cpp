@@ -105,6 +105,32 @@ TEST(Checkpoint, TrainingGoesOnWhereTheDiskDoesNot) {
   EXPECT_EQ(saved_in(folder), 0u);
 }
 
+// A real one: a file system of its own, with room for a few checkpoints.
+TEST(Checkpoint, AFullDiskCostsNothingButTheCheckpointsThatDoNotFit) {
+  const Scratch scratch;
+  const std::string folder = scratch.path("disk");
+  std::filesystem::create_directory(folder);
+  Words words = {folder};
+  for (const auto& word : steady({"--ranks", "2", "--strategy", "zero3", "--save-every", "4", "--keep", "0",
+                                  "--checkpoint", folder + "/saved"})) {
+    words.push_back(word);
+  }
+  const Result result = shell(R"(for how in -rm -m; do unshare $how true 2>/dev/null && break; how=; done
+    test -n "$how" || exit 77
+    exec unshare $how sh -c 'folder=$1; shift
+      mount -t tmpfs -o size=500k full "$folder" 2>/dev/null || exit 77
+      "$PLUMB" "$@" || exit $?
+      ls -A "$folder/saved" >&2
+      "$PLUMB" checkpoint verify "$folder"/saved/save-* >&2' sh "$@")",
+                              words);
+  if (result.code == 77) GTEST_SKIP() << "this machine does not allow `unshare -m` and mounts";
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("No space left on device; training goes on, earlier checkpoints are intact"));
+  EXPECT_THAT(result.err, HasSubstr("save-00000001-step-4"));
+  EXPECT_THAT(result.err, HasSubstr("all as they were saved"));
+  EXPECT_THAT(result.err, testing::Not(HasSubstr("\n.unfinished-")));
+}
+
 TEST(Checkpoint, TheToolLooksComparesAndConverts) {
   const Scratch scratch;
   const std::string a = scratch.path("a"), b = scratch.path("b");

@@ -202,20 +202,29 @@ TEST(Faults, NonsenseIsRefused) {
   EXPECT_THAT(result.err, HasSubstr("rank, point and kind are needed"));
 }
 
-// Every point × kind × strategy, each in a run of its own, where PLUMB_FAULTS=all asks for it (`make soak`); a few otherwise.
+// Every point × kind × strategy, on 2 and on 4 ranks, each in a run of its own, where PLUMB_FAULTS=all asks for it (`make soak`); a few otherwise.
 struct Trial {
+  int ranks;
   std::string strategy, point, kind;
   friend std::ostream& operator<<(std::ostream& out, const Trial& trial) {
-    return out << trial.strategy << " " << trial.point << " " << trial.kind;
+    return out << trial.ranks << " " << trial.strategy << " " << trial.point << " " << trial.kind;
   }
 };
 
 std::vector<Trial> trials() {
   const char* asked = std::getenv("PLUMB_FAULTS");
   if (asked == nullptr || std::string(asked) != "all")
-    return {{"zero3", "gather:50", "stop"}, {"hsdp", "hook:60", "kill"}};
+    return {{2, "zero3", "snapshot:1", "stop"}, {4, "hsdp", "hook:60", "kill"}};
   std::vector<Trial> all;
-  for (const std::string strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+  for (const auto& [ranks, strategy] : std::vector<std::pair<int, std::string>>{{2, "ddp"},
+                                                                                {2, "zero1"},
+                                                                                {2, "zero2"},
+                                                                                {2, "zero3"},
+                                                                                {4, "hsdp"},
+                                                                                {4, "ddp"},
+                                                                                {4, "zero1"},
+                                                                                {4, "zero2"},
+                                                                                {4, "zero3"}}) {
     const bool sharded = strategy == "zero3" || strategy == "hsdp";
     for (const std::string point :
          {"join:1",   "join:2", "setup:1",  "setup:2",   "gather:50",  "hook:60", "reduce:9",
@@ -225,7 +234,7 @@ std::vector<Trial> trials() {
       const bool saves = point == "save:1" || point == "snapshot:1" || point == "write:1" || point == "commit:1";
       for (const std::string kind : {"kill", "throw", "stop"}) {
         // A save that fails is no end (see above).
-        if (kind != "throw" || !saves) all.push_back({strategy, point, kind});
+        if (kind != "throw" || !saves) all.push_back({ranks, strategy, point, kind});
       }
     }
   }
@@ -236,7 +245,7 @@ class FaultTrials : public ::testing::TestWithParam<Trial> {};
 
 TEST_P(FaultTrials, AreSurvived) {
   const Trial& trial = GetParam();
-  const int ranks = trial.strategy == "hsdp" ? 4 : 2;
+  const int ranks = trial.ranks;
   std::vector<Fault> faults;
   const bool loads = trial.point == "load:1" || trial.point == "read:1" || trial.point == "fill:1";
   if (loads) faults.push_back({1, "update:8", "kill"});

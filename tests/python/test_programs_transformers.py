@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import plumb
-from together import Parameters, agrees, alone, by_ranks, parameters_of
+from together import Parameters, agrees, alone, by_ranks, distance, parameters_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -82,6 +83,37 @@ def with_lora(model: Any) -> Any:
 
 def test_trainer_with_lora() -> None:
     agrees(by_ranks(trained, "llama", 2, True), of_one_trainer("llama", True), parameters_of(with_lora(make("llama"))), 2e-6)
+
+
+# ---- a Trainer that was interrupted
+
+
+def interrupted(per_device: int, folder: str, again: bool) -> tuple[Parameters, list[float]]:
+    """Four steps with dropout, AdamW and a schedule, saved after two; `again`: from those two on. Its losses."""
+    model = make("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=per_device, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-2, use_cpu=True, report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
+        optim="adamw_torch", lr_scheduler_type="linear", ddp_backend="gloo" if per_device == 2 else None,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Texts())
+    if again:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    else:
+        trainer.train()
+    return parameters_of(model), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    calm = by_ranks(interrupted, 2, str(tmp_path), False)
+    resumed = by_ranks(interrupted, 2, str(tmp_path), True)
+    for (one, losses), (other, later) in zip(calm, resumed, strict=True):
+        assert distance(one, other) == 0.0 and losses == later
+    # And on one rank, which draws other numbers for its dropout: it need only take everything.
+    alone(interrupted, 4, str(tmp_path), True)
 
 
 # ---- loops of one's own

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import random
+import shutil
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -32,7 +35,22 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "groups": lambda p: in_groups(list(p)),
 }
+
+
+def in_groups(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Two rates; one without momentum; a third group whose only parameter is frozen."""
+    parameters[-1].requires_grad_(False)
+    return torch.optim.SGD(
+        [
+            {"params": parameters[:2], "lr": 0.05, "momentum": 0.9},
+            {"params": parameters[2:-1], "weight_decay": 0.1},
+            {"params": parameters[-1:]},
+        ],
+        lr=0.02,
+    )
 
 def play(optimizer: str, strategy: str, folder: str, load: bool, until: int, save: str) -> tuple[str, float]:
     """One rank's program: goes on, trains until that step, saves; a digest of what it ends with."""
@@ -191,15 +209,100 @@ def test_extras_come_back_as_they_were(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_restores_torchs_generator(tmp_path: Path) -> None:
+def draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(numpy.random.rand())
+
+
+def drawn_after(folder: str, save: bool) -> list[tuple[float, float, float]]:
+    """Of one rank: what each generator gives next."""
     _, _, engine = in_process("sgd")
-    torch.manual_seed(7)
-    torch.rand(3)
-    engine.save(tmp_path)
-    expected = torch.rand(4)
-    torch.manual_seed(8)
-    engine.load(tmp_path)
-    assert torch.equal(torch.rand(4), expected)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed((7 if save else 70) + engine.world.rank)
+    draws(), random.gauss(0, 1), numpy.random.randn()  # in the middle of what each draws at once
+    if save:
+        engine.save(folder)
+    else:
+        engine.load(folder)
+    engine.close()
+    return [draws() for _ in range(3)]
+
+
+def test_every_generator_of_every_rank_goes_on(tmp_path: Path) -> None:
+    saved = plumb.spawn(drawn_after, 2, (str(tmp_path), True))
+    assert plumb.spawn(drawn_after, 2, (str(tmp_path), False)) == saved
+    assert plumb.spawn(drawn_after, 1, (str(tmp_path), False)) == saved[:1]
+    # A rank that was not there before draws numbers of its own, the same each time.
+    three = plumb.spawn(drawn_after, 3, (str(tmp_path), False))
+    assert three[:2] == saved and len({number for rank in three for draw in rank for number in draw}) == 27
+    assert plumb.spawn(drawn_after, 3, (str(tmp_path), False)) == three
+
+
+def refused_by_one(folder: str) -> tuple[str, bool, object]:
+    """The other rank's optimizer is another one: nobody loads anything, and extras are not asked."""
+    model, _, engine = in_process("adamw")
+    train(model, engine, 1)
+    extra = Extra()
+    extra.state = {"a": 1}
+    engine.save(folder, extras={"mine": extra})
+    rank = engine.world.rank
+    engine.close()
+    model, _, engine = in_process("sgd" if rank == 1 else "adamw")
+    before, extra.state, said = bits(model), {"a": 2}, ""
+    try:
+        engine.load(folder, extras={"mine": extra})
+    except plumb.Error as error:
+        said = str(error)
+    same = bits(model) == before and engine.steps == 0
+    engine.close()
+    return said, same, extra.state
+
+
+def test_what_one_ranks_optimizer_refuses_is_loaded_by_nobody(tmp_path: Path) -> None:
+    for said, same, state in plumb.spawn(refused_by_one, 2, (str(tmp_path),)):
+        assert "load() failed on rank 1: the checkpoint holds the state of AdamW, and this optimizer is SGD" in said
+        assert same and state == {"a": 2}
+
+
+def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    model, built, engine = in_process("adamw")
+    train(model, engine, 2)
+    extra = Extra()
+    extra.state = {"a": 1, "t": torch.arange(4)}
+    good = Path(engine.save(tmp_path / "all", extras={"mine": extra}))
+    train(model, engine, 1)
+    extra.state = {"a": 2}
+
+    def everything() -> tuple[object, ...]:
+        state = [(k, v.numpy().tobytes()) for s in built.state.values() for k, v in s.items()]
+        return bits(model), state, engine.steps, dict(extra.state), random.getstate(), torch.get_rng_state().tolist()
+
+    before = everything()
+    outside = {path: path.read_bytes() for path in good.iterdir()}
+    bad = tmp_path / "bad"
+    chance = random.Random(3)
+    for number in range(120):
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        file = chance.choice(sorted(bad.iterdir()))
+        data = bytearray(file.read_bytes())
+        kind = number % 4
+        at = chance.randrange(len(data))
+        if kind == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del data[at:]
+        elif kind == 2:
+            data[at:at] = bytes(chance.randrange(256) for _ in range(chance.randint(1, 9)))
+        else:
+            data[:8] = chance.randrange(2**64).to_bytes(8, "little")
+        file.write_bytes(bytes(data))
+        with pytest.raises(plumb.Error, match="load\\(\\) failed"):
+            engine.load(bad, extras={"mine": extra})
+        assert everything() == before, (number, file.name)
+    assert {path: path.read_bytes() for path in good.iterdir()} == outside
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "bad"]
+    engine.load(good, extras={"mine": extra})
+    assert engine.steps == 2 and extra.state["a"] == 1
     engine.close()
 
 

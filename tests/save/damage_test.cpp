@@ -156,6 +156,18 @@ TEST(Damage, IsRefusedAThousandTimesAndChangesNothing) {
   before.add(engine);
   const at::Tensor random_state = at::globalContext().defaultGenerator(at::kCPU).get_state().clone();
   const std::string bad = scratch.path("bad");
+  // What hostile names point to: the folder's neighbours.
+  Scratch::write_file(scratch.path("neighbour.safetensors"), original.at("weights-00000-of-00002.safetensors"));
+  const auto around = [&] {
+    Files all;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(scratch.path(""))) {
+      const std::string path = entry.path().string();
+      if (path.starts_with(bad)) continue;
+      all[path] = entry.is_regular_file() ? Scratch::read_file(path) : "a folder";
+    }
+    return all;
+  };
+  const Files neighbours = around();
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     std::mt19937_64 random(seed);
     Files files = original;
@@ -173,6 +185,8 @@ TEST(Damage, IsRefusedAThousandTimesAndChangesNothing) {
     ASSERT_NE(message, "") << "seed " << seed << ": " << what;
     ASSERT_THAT(message, testing::HasSubstr("load() failed")) << "seed " << seed << ": " << what;
     if (seed % 50 != 0) continue;
+    ASSERT_EQ(around(), neighbours) << "seed " << seed << ": " << what;
+    for (const auto& [name, bytes] : files) ASSERT_EQ(Scratch::read_file(bad + "/" + name), bytes);
     Everything after;
     after.add(engine);
     ASSERT_EQ(before.difference(after), "") << "seed " << seed << ": " << what;

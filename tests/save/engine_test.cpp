@@ -186,6 +186,93 @@ TEST(Load, RefusesWhatDoesNotFitAndChangesNothing) {
   EXPECT_THAT(texts, Each(HasSubstr("extra     optimizer 'inside.w0' (mean)")));
 }
 
+// An extra that counts what it was given; some refuse it.
+struct Counter {
+  int64_t value = 0;
+  bool refuses = false;
+  int times = 0;  // load() was called
+  Extra as(const std::string& name) {
+    return {name, [this] { return NamedTensors{{"value", at::tensor(value)}}; },
+            [this](const NamedTensors& saved) {
+              ++times;
+              if (refuses) throw std::runtime_error("no, thanks");
+              value = saved.at(0).second.item<int64_t>();
+            }};
+  }
+};
+
+TEST(Load, GivesExtrasBackWhatTheyHadWhenOneOfThemRefuses) {
+  Scratch scratch;
+  const auto texts = errors(2, [&](World world) {
+    Model model(3), other(5);
+    Counter first{7}, second{8};
+    {
+      Engine engine(world, model, AdamW{});
+      train(engine, model, 1);
+      engine.save(scratch.path("all"), {.extras = {first.as("first"), second.as("second")}});
+    }
+    Engine engine(world, other, AdamW{});
+    Everything before, after;
+    before.add(engine);
+    first.value = 1;
+    second.value = 2;
+    second.refuses = world.rank() == 1;  // rank 0's second takes it, and must not keep it
+    std::string text;
+    try {
+      engine.load(scratch.path("all"), {.extras = {first.as("first"), second.as("second")}});
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    EXPECT_EQ(first.value, 1);
+    EXPECT_EQ(second.value, 2);
+    EXPECT_EQ(engine.steps(), 0);
+    after.add(engine);
+    EXPECT_EQ(before.difference(after), "");
+    second.refuses = false;
+    engine.load(scratch.path("all"), {.extras = {first.as("first"), second.as("second")}});
+    EXPECT_EQ(first.value, 7);
+    EXPECT_EQ(second.value, 8);
+    throw std::runtime_error(text);
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("load() failed on rank 1: no, thanks")));
+}
+
+TEST(Load, AsksNoExtraBeforeEveryByteIsCompared) {
+  Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, AdamW{});
+  train(engine, model, 1);
+  Counter counter{7};
+  const std::string path = engine.save(scratch.path("all"), {.extras = {counter.as("counter")}});
+  const std::string file = path + "/optimizer-00000-of-00001.safetensors";
+  std::string bytes = Scratch::read_file(file);
+  bytes.back() ^= 1;
+  Scratch::write_file(file, bytes);
+  EXPECT_THROW(engine.load(path, {.extras = {counter.as("counter")}}), Error);
+  EXPECT_EQ(counter.times, 0);
+}
+
+TEST(Save, LeavesOutFrozenWeightsThatOthersHave) {
+  Scratch scratch;
+  const auto texts = errors(2, [&](World world) {
+    Model model(3);
+    const std::string frozen = model.named_parameters()[1].key(), trained = model.named_parameters()[0].key();
+    model.parameters()[1].set_requires_grad(false);
+    Engine engine(world, model, AdamW{}, {.strategy = "zero3"});
+    train(engine, model, 1);
+    const std::string path = engine.save(scratch.path("all"), {.leave_out = {frozen}});
+    EXPECT_EQ(save::Checkpoint(path).manifest().find(save::Kind::weight, frozen), nullptr);
+    EXPECT_NE(save::Checkpoint(path).manifest().find(save::Kind::weight, trained), nullptr);
+    EXPECT_THROW(engine.load(path), Error);
+    const LoadInfo info = engine.load(path, {.strict = false});
+    ASSERT_EQ(info.mismatches.size(), 1u) << info.table();
+    EXPECT_EQ(info.mismatches[0].what, "weight '" + frozen + "'");
+    // On one rank alone: an error on both.
+    engine.save(scratch.path("all"), {.leave_out = {world.rank() == 1 ? trained : frozen}});
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("which is no frozen parameter of this engine")));
+}
+
 TEST(Load, RefusesASaveBetweenABackwardAndItsStep) {
   Scratch scratch;
   const auto texts = errors(2, [&](World world) {
@@ -268,6 +355,31 @@ TEST(Background, SavesWhatWasThereAtTheCall) {
       loaded.add(engine);
     });
     EXPECT_EQ(then.difference(loaded), "") << strategy;
+  }
+}
+
+// The memory of one snapshot serves the next: not before the first is on the disk.
+TEST(Background, OneBehindTheOtherHoldsWhatWasThereAtEachCall) {
+  Scratch scratch;
+  constexpr int kTimes = 4;
+  Everything then[kTimes], loaded[kTimes];
+  run_local(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, AdamW{}, {.strategy = "zero3"});
+    for (int i = 0; i < kTimes; ++i) {
+      then[i].add(engine);  // the first without the optimizer's memory: the next ones need more room
+      world.barrier();
+      engine.save_in_background(scratch.path(std::to_string(i)));
+      train(engine, model, 1);
+    }
+    engine.finish_save();
+  });
+  for (int i = 0; i < kTimes; ++i) {
+    Model model(8);
+    Engine engine(World(), model, AdamW{});
+    engine.load(scratch.path(std::to_string(i)));
+    loaded[i].add(engine);
+    EXPECT_EQ(then[i].difference(loaded[i]), "") << i;
   }
 }
 

@@ -131,6 +131,24 @@ TEST(Faults, AnyFailingCallLeavesOneWholeAndTrainingGoesOn) {
   }
 }
 
+// A disk tells of an error once: whoever hears of it must not go on.
+TEST(Faults, AnErrorOfTheDiskIsHeardWhereverItIsTold) {
+  SavedRun run;
+  calls::watch(run.root);
+  run.engine.save(run.root);
+  calls::stop();
+  const int number = calls::first_flush();
+  ASSERT_GT(number, 0);
+  for (const auto& [error, fails] : {std::pair(EIO, true), std::pair(ENOSPC, true), std::pair(EINVAL, false)}) {
+    SavedRun one;
+    calls::watch(one.root, Fault::error, number, error);
+    const std::string said = errors(1, [&](World) { one.engine.save(one.root); })[0];
+    calls::stop();
+    EXPECT_THAT(said, fails ? testing::HasSubstr("cannot bring to the disk") : testing::HasSubstr("none"));
+    one.check(!fails);
+  }
+}
+
 TEST(Faults, NothingIsNamedOrRemovedBeforeItIsSafe) {
   SavedRun run;
   calls::watch(run.root);

@@ -22,6 +22,7 @@ struct State {
   int number = 0, error = 0, count = 0;
   std::map<int, std::string> files;  // open ones, by descriptor
   std::set<std::string> dirty;       // written, or with new names, since they were last synced
+  int flush = 0;                     // the number of the first call that waits for a file's bytes
   std::string unsafe;
 };
 State& state() {
@@ -59,6 +60,7 @@ void watch(const std::string& root, Fault fault, int number, int error) {
   s.files.clear();
   s.dirty.clear();
   s.unsafe.clear();
+  s.flush = 0;
 }
 
 int stop() {
@@ -69,6 +71,7 @@ int stop() {
 }
 
 std::string unsafe() { return state().unsafe; }
+int first_flush() { return state().flush; }
 
 std::string not_synced() {
   std::string all;
@@ -114,6 +117,18 @@ int fsync_call(int fd) {
   if (strike(s)) return -1;
   s.dirty.erase(found->second);
   return 0;  // no test waits for a disk
+}
+
+// The data alone: what was written stays dirty, for its length and its name are not on the disk.
+int flush_call(int fd, off64_t begin, off64_t bytes, unsigned flags) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  if (s.root.empty() || !s.files.contains(fd)) {
+    return static_cast<int>(syscall(SYS_sync_file_range, fd, begin, bytes, flags));
+  }
+  const bool fails = strike(s);
+  if (s.flush == 0 && (flags & SYNC_FILE_RANGE_WAIT_AFTER) != 0) s.flush = s.count;
+  return fails ? -1 : 0;
 }
 
 int close_call(int fd) {
@@ -172,6 +187,9 @@ PLUMB_SEEN int open(const char* path, int flags, ...) {
 }
 PLUMB_SEEN ssize_t write(int fd, const void* data, size_t bytes) { return calls::write_call(fd, data, bytes); }
 PLUMB_SEEN int fsync(int fd) { return calls::fsync_call(fd); }
+PLUMB_SEEN int sync_file_range(int fd, off64_t begin, off64_t bytes, unsigned flags) {
+  return calls::flush_call(fd, begin, bytes, flags);
+}
 PLUMB_SEEN int close(int fd) { return calls::close_call(fd); }
 PLUMB_SEEN int rename(const char* from, const char* to) noexcept { return calls::rename_call(from, to); }
 PLUMB_SEEN int mkdir(const char* path, mode_t mode) noexcept { return calls::mkdir_call(path, mode); }

@@ -16,6 +16,8 @@ int stop();
 // What was done before it was safe: a folder renamed whose files or names are not on the disk, an old checkpoint removed
 // before the new one's name is. Empty: nothing.
 std::string unsafe();
+// The number of the first call that waited for the bytes of a file; 0: there was none.
+int first_flush();
 // Files and folders that are not on the disk.
 std::string not_synced();
 
