@@ -45,8 +45,8 @@ struct LossScale {
 
 // Where the ranks' parts of what is sharded may end. `at_parameters`: each parameter is one rank's, for optimizers that
 // look at whole parameters; parts are then as even as the parameters' sizes allow, and padded to the largest. `at_rows`: each
-// parameter of a unit lies in a bucket of its own, and a rank has the rows of it that torch.chunk would give it (DTensor's
-// Shard(0)).
+// parameter of a unit lies in a bucket of its own, and a rank has the rows of it that torch.chunk would give it: DTensor's
+// Shard(0), or of the dimension whose stride is longest, for a parameter that is not contiguous.
 enum class Cut { anywhere, at_parameters, at_rows };
 
 // What step() does when a gradient is not finite, once all ranks have told each other: an update as if nothing were wrong,

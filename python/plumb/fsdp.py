@@ -74,8 +74,11 @@ def fully_shard(
         module: a module, or a list of modules that are gathered together.
         mesh: one dimension to shard over, or two: replicate over the first, shard over the second. By default all ranks.
         reshard_after_forward: False keeps parameters whole from a forward to the end of its backward, and the module shows them
-            until then. Otherwise they are released after the forward, and a backward gathers what it needs.
-        shard_placement_fn: may answer None or ``Shard(0)``; anything else is an error.
+            until then. Otherwise they are released after the forward, and a backward gathers what it needs. None: False for
+            the outermost module, True for those inside.
+        shard_placement_fn: answers by parameter which dimension is cut, ``Shard(dim)``; None is the first. Others than the first
+            must be even. Such a parameter lies in memory with that dimension outermost: its rows, and the whole parameter in
+            forwards, have those strides.
         mp_policy: forwards in ``param_dtype``, on inputs and outputs cast as asked. Gradients are summed in the parameters'
             own dtype, or in ``reduce_dtype`` where that is wider.
         offload_policy: ``CPUOffloadPolicy`` is taken where the mesh is of CPUs, which hold everything anyway.
@@ -99,7 +102,7 @@ def fully_shard(
     watch_optimizers()
 
     unit = Unit(modules, mesh, mp_policy)
-    unit.reshard_after_forward = reshard_after_forward is not False
+    unit.reshard_after_forward = None if reshard_after_forward is None else bool(reshard_after_forward)
     for one, name, parameter in _own(modules, ignored_params or set()):
         sharded = sharded_of(parameter)  # by another unit that it is tied to
         if sharded is None:
@@ -230,13 +233,27 @@ def _shard(
             f" {parameter.stride()}; make it contiguous"
         )
     asked = placement(parameter) if placement is not None else None
-    if asked is not None and not isinstance(asked, Placement):
-        raise Misuse(f"Expected Shard, got {type(asked)}: {asked}, which shard_placement_fn answered for parameter '{name}'")
-    if isinstance(asked, Shard) and asked.dim < 0:
-        asked = Shard(asked.dim + parameter.dim())
-    if asked is not None and asked != Shard(0):
-        raise Error(f"shard_placement_fn answered {asked} for parameter '{name}'; plumb.fully_shard shards by rows: None or Shard(0)")
-    return Sharded(parameter, cut, device, policy.param_dtype)
+    return Sharded(parameter, cut.along(_dim(asked, parameter, name, cut.shards)), device, policy.param_dtype)
+
+
+def _dim(asked: Any, parameter: nn.Parameter, name: str, shards: int) -> int:
+    """The dimension that ``shard_placement_fn`` asks for."""
+    if asked is None:
+        return 0
+    if not isinstance(asked, Shard):
+        raise Misuse(
+            f"Expected Shard, got {type(asked)}: {asked}, which shard_placement_fn answered for parameter '{name}'; expected"
+            " None or a Shard"
+        )
+    dim: int = asked.dim + parameter.dim() if asked.dim < 0 else asked.dim
+    if not 0 <= dim < parameter.dim():
+        raise Misuse(f"Shard dim {asked.dim} is invalid for {parameter.dim()}D tensor: parameter '{name}'")
+    if dim > 0 and parameter.size(dim) % shards != 0:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: parameter '{name}' of shape {list(parameter.shape)}, {shards}"
+            " ranks; shard it by rows: Shard(0)"
+        )
+    return dim
 
 
 def _check_child(child: Unit, unit: Unit) -> None:

@@ -65,7 +65,7 @@ class Rows:
             if one is None:
                 return parameter
             rows = one.local
-            known = one, rows, nn.Parameter(rows.detach().view(-1), requires_grad=False)
+            known = one, rows, nn.Parameter(one.cut.flat(rows.detach()), requires_grad=False)
             self._leaves[id(parameter)] = known
             self._known = ([], [])
         self._stepped.append((known[0], known[2]))
@@ -81,10 +81,11 @@ class Rows:
             one, rows, leaf = known
             for key, value in state.items():
                 if isinstance(value, DTensor) and value.shape == one.shape:
-                    local = value.redistribute(one.cut.mesh, one.cut.placements)._local_tensor.contiguous()
-                    if local is not value._local_tensor:
-                        state[key] = _distributed(one, local)
-                    value = local.view(-1)
+                    local = value.redistribute(one.cut.mesh, one.cut.placements)._local_tensor
+                    flat = one.cut.flat(local)
+                    if flat.data_ptr() != value._local_tensor.data_ptr():
+                        state[key] = _distributed(one, one.cut.shaped(flat, local.shape))
+                    value = flat
                 self._flat[leaf][key] = value
             self._flat[leaf]  # noqa: B018  (also without any)
         self._known = _fingerprint(self._shown), _fingerprint(self._flat)
@@ -101,7 +102,7 @@ class Rows:
                 if torch.is_tensor(value) and value.shape == parameter.shape:
                     before = shown.get(key)
                     if not isinstance(before, DTensor) or before._local_tensor.data_ptr() != value.data_ptr() or value.numel() == 0:
-                        shown[key] = _distributed(one, value.view(one.local.shape))
+                        shown[key] = _distributed(one, one.cut.shaped(value, one.local.shape))
                 else:
                     shown[key] = value
             for key in shown.keys() - state.keys():

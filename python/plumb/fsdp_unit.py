@@ -36,7 +36,7 @@ class Unit:
         self.parameters: list[Sharded] = []
         self.parent: Unit | None = None
         self.children: list[Unit] = []
-        self.reshard_after_forward = True
+        self.reshard_after_forward: bool | None = None  # None: unless it is the root
         self.reduces = True  # its gradients, at the end of a backward
         self.door = _C.Door()
         self.held = False  # by unshard(), or from a forward to its backward
@@ -56,25 +56,35 @@ class Unit:
         """This unit and those inside, the outer before the inner."""
         return [self, *(one for child in self.children for one in child.all())]
 
-    def ready(self) -> "Engine":
-        """The engine, which is built at the first use."""
+    def ready(self) -> "Engine | None":
+        """The engine, which is built at the first use; None where no unit has a parameter."""
         root = self.root
-        if root.engine is None:
+        if root.engine is None and any(unit.parameters for unit in root.all()):
             root.engine = Engine(root)
         return root.engine
+
+    @property
+    def reshards(self) -> bool:
+        """After a forward."""
+        return self.parent is not None if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _lazy_init(self) -> None:
+        """torch's name, which programs call before a first forward."""
+        self.ready()
 
     # ---- around a forward (the names are those that torch's register_fsdp_forward_method calls)
 
     @_disable_dynamo  # a compiled model breaks its graph around units
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         engine = self.ready()
-        if not engine.stack:
-            engine.begin_forward()
-        self.door.enter()
-        self.entered += 1
-        engine.stack.append(self)
-        for parameter in self.parameters:
-            parameter.enter()
+        if engine is not None:
+            if not engine.stack:
+                engine.begin_forward()
+            self.door.enter()
+            self.entered += 1
+            engine.stack.append(self)
+            for parameter in self.parameters:
+                parameter.enter()
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
@@ -84,14 +94,15 @@ class Unit:
     @_disable_dynamo
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         engine = self.root.engine
-        if engine is None or not engine.stack or engine.stack[-1] is not self:
-            return output  # its entering failed
-        engine.stack.pop()
-        if not self.reshard_after_forward and not self.held and torch.is_grad_enabled():
-            self.keep(engine)
-        self.leave()
-        if self.reshard_after_forward and self.entered == 0:
-            self.reshard()
+        if engine is not None:
+            if not engine.stack or engine.stack[-1] is not self:
+                return output  # its entering failed
+            engine.stack.pop()
+            if not self.reshards and not self.held and torch.is_grad_enabled():
+                self.keep(engine)
+            self.leave()
+            if self.reshards and self.entered == 0:
+                self.reshard()
         if self.policy.output_dtype is not None:
             output = tree_map(_Cast(self.policy.output_dtype), output)
         return output
@@ -136,7 +147,7 @@ class Unit:
 
     def unshard(self) -> None:
         engine = self.ready()
-        if self.held:
+        if self.held or engine is None:
             return
         if not engine.stack:
             engine.begin_forward()
@@ -179,14 +190,12 @@ class Engine:
         self.number = next(_numbers)  # the same on every rank
         self.stack: list[Unit] = []  # of forwards under way
         self.stepping = False
-        modules = [module for module in (reference() for reference in root.modules) if module is not None]
-        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
         self.parameters: list[Sharded] = []
         for unit in self.units:
             self.parameters += [one for one in unit.parameters if one not in self.parameters]
         world, mesh = of_mesh(root.mesh)
         try:
-            named = self._prepare(names)
+            named = self._prepare([module for module in (reference() for reference in root.modules) if module is not None])
         except Exception as error:
             if world.size > 1:  # the others are waiting to build theirs
                 with contextlib.suppress(Exception):
@@ -222,14 +231,31 @@ class Engine:
         _engines.add(self)
         _C.around_backwards(_before_backward, _after_backward)
 
-    def _prepare(self, names: dict[int, str]) -> list[tuple[str, torch.Tensor]]:
+    def _prepare(self, modules: list[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+        if len(modules) > 1:
+            raise _C.Error(
+                f"FSDP requires a single root module but got {len(modules)}: {', '.join(type(one).__name__ for one in modules)};"
+                " call fully_shard on the module around them, too"
+            )
+        for unit in self.units:
+            unit.follow_places()  # what the user put there since
+        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
         named: list[tuple[str, torch.Tensor]] = []
+        for unit in self.units:
+            missing = [names.get(id(one.sharded), "?") for one in unit.parameters if one.sharded.is_meta]
+            if not missing:
+                continue
+            raise _C.Error(
+                "FSDP parameters should be materialized from meta device before training, but the following were still on meta"
+                f" device: {missing}; give the model memory and values first: model.to_empty(device=\"cpu\"), then every module's"
+                " reset_parameters(), or load a checkpoint"
+            )
         for one in self.parameters:
             name = names.get(id(one.sharded), f"parameter {len(named)}, which the model no longer has")
-            if one.dtype != one.compute and one.cut.mesh.ndim == 2 and not one.sharded.is_meta:
+            if one.dtype != one.compute and one.cut.mesh.ndim == 2:
                 # Rows in another dtype than the engine's: replicas begin alike there, too.
                 dist.broadcast(one.local, group=one.cut.mesh.get_group(0), group_src=0)
-            one.prepare(name)
+            one.prepare()
             assert one.leaf is not None
             policy = next(unit.policy for unit in self.units if one in unit.parameters)
             wide = one.dtype if policy.reduce_dtype is None else torch.promote_types(one.dtype, policy.reduce_dtype)

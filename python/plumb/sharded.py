@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import _C
@@ -81,15 +81,40 @@ class Place:
 
 
 class Cut:
-    """How a mesh cuts a parameter: its placements, and which rows are this rank's."""
+    """How a mesh cuts a parameter: its placements, and which rows (of dimension ``dim``) are this rank's.
 
-    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int, shards: int) -> None:
-        self.mesh, self.placements, self.rank, self.shards = mesh, placements, rank, shards
+    The engine cuts memory, so what is cut along ``dim`` lies with that dimension outermost there.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int, shards: int, dim: int = 0) -> None:
+        self.mesh, self.placements, self.rank, self.shards, self.dim = mesh, placements, rank, shards, dim
+
+    def along(self, dim: int) -> "Cut":
+        if dim == self.dim:
+            return self
+        # Where one rank has all rows, there is nothing to cut, and they stay as they are.
+        return Cut(self.mesh, (*self.placements[:-1], Shard(dim)), self.rank, self.shards, dim if self.shards > 1 else 0)
 
     def rows(self, whole: torch.Tensor) -> torch.Tensor:
-        step = -(-whole.size(0) // self.shards)
-        begin = min(self.rank * step, whole.size(0))
-        return whole[begin : min(begin + step, whole.size(0))]
+        length = whole.size(self.dim)
+        step = -(-length // self.shards)
+        begin = min(self.rank * step, length)
+        return whole.narrow(self.dim, begin, min(step, length - begin))
+
+    def outermost(self, shape: torch.Size) -> tuple[int, ...]:
+        """Strides of a tensor of this shape in the engine's memory."""
+        return torch.empty(shape, device="meta").movedim(self.dim, 0).contiguous().movedim(0, self.dim).stride()
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """In the order of the engine's memory; a view where they lie so."""
+        return rows.movedim(self.dim, 0).reshape(-1)
+
+    def shaped(self, memory: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Rows of this shape in the engine's memory."""
+        if self.dim == 0:
+            return memory.view(shape)
+        moved = (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
+        return memory.view(moved).movedim(0, self.dim)
 
     def distributed(self, local: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> DTensor:
         meta = TensorMeta(like.shape, like.stride(), dtype)
@@ -105,7 +130,7 @@ class Sharded:
     def __init__(self, parameter: nn.Parameter, cut: Cut, device: torch.device, compute: torch.dtype | None) -> None:
         self.cut = cut
         self.places: list[Place] = []
-        self.shape, self.stride, self.dtype = parameter.shape, parameter.stride(), parameter.dtype
+        self.shape, self.stride, self.dtype = parameter.shape, cut.outermost(parameter.shape), parameter.dtype
         self._compute = compute if parameter.is_floating_point() else None
         self.uses = 0  # forwards under way
         self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
@@ -118,9 +143,9 @@ class Sharded:
         with torch.no_grad():
             local = cut.rows(parameter.detach().to(device if not parameter.is_meta else "meta")).clone()
             shown = nn.Parameter(cut.distributed(local, parameter, self.dtype), parameter.requires_grad)
+        parameter._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]  # for whoever it is tied to
         self.leaf = parameter if not parameter.is_meta else None
         if self.leaf is not None:
-            self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
             self._hollow(device)
         self.adopt(shown)
 
@@ -145,6 +170,10 @@ class Sharded:
             )
         if self.memory is None:
             self.dtype = parameter.dtype
+        rows = parameter._local_tensor
+        flat = self.cut.flat(rows.detach())
+        if flat.data_ptr() != rows.data_ptr():  # optimizers update them as they lie in memory
+            parameter._local_tensor = self.cut.shaped(flat, rows.shape)
         parameter.__class__ = ShardedParameter  # type: ignore[assignment]
         parameter._sharded = self  # type: ignore[attr-defined]
         self.sharded: Any = parameter
@@ -174,19 +203,13 @@ class Sharded:
 
     def _hollow(self, device: torch.device) -> None:
         assert self.leaf is not None
-        if self.leaf.device != device or self.leaf.dtype != self.compute:
+        if self.leaf.device != device or self.leaf.dtype != self.compute or self.leaf.stride() != self.stride:
             self.leaf.data = torch.empty_strided(self.shape, self.stride, dtype=self.compute, device=device)
         if self.cut.shards > 1:
             _C.keep_rows(self.leaf, torch.empty(0, dtype=self.compute, device=device), self.cut.rank)
 
-    def prepare(self, name: str) -> None:
+    def prepare(self) -> None:
         """The leaf is about to be an engine's: its rows are those that the user sees."""
-        if self.sharded.is_meta:
-            raise Error(
-                "FSDP parameters should be materialized from meta device before training, but the following were still on meta"
-                f" device: '{name}'; give the model memory and values first: model.to_empty(device=\"cpu\"), then every module's"
-                " reset_parameters(), or load a checkpoint"
-            )
         device = self.local.device
         with torch.no_grad():
             if self.leaf is None or self.leaf.device.type != device.type:
@@ -195,16 +218,17 @@ class Sharded:
                 self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
             if self.leaf.dtype != self.compute or self.leaf.device != device:
                 self._hollow(device)
-            self.leaf.requires_grad_(self.sharded.requires_grad)
+            if self.leaf.requires_grad != self.sharded.requires_grad:
+                self.leaf.requires_grad_(self.sharded.requires_grad)
             if self.cut.shards > 1:
-                _C.keep_rows(self.leaf, self.local.to(self.compute).contiguous(), self.cut.rank)
+                _C.keep_rows(self.leaf, self.cut.flat(self.local.to(self.compute)).contiguous(), self.cut.rank)
             else:
                 self.leaf.data = self.local if self.compute == self.dtype else self.local.to(self.compute)
 
     def settle_in(self, memory: torch.Tensor) -> None:
         """The engine keeps the rows in ``memory`` from now on."""
         self.memory = memory
-        self._rows = memory.view(self.local.shape)
+        self._rows = self.cut.shaped(memory, self.local.shape)
         if self.dtype == self.compute:
             self.sharded._local_tensor = self._rows
         self.moved()
@@ -280,7 +304,7 @@ class Sharded:
         return shown
 
     def _numbers(self, piece: torch.Tensor) -> torch.Tensor:
-        return _C.unmarked(piece).view(self.local.shape)
+        return self.cut.shaped(_C.unmarked(piece), self.local.shape)
 
     @property
     def narrowed(self) -> bool:
@@ -324,7 +348,7 @@ class Sharded:
                 return
             # There is no piece to write: this rank contributes its rows such that the mean gives them back.
             dtype = self.leaf.grad_dtype or self.leaf.dtype
-            whole = torch.zeros(self.shape, dtype=dtype, device=local.device)
+            whole = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=local.device).zero_()
             self.cut.rows(whole).copy_(local).mul_(self.cut.shards)
             self.leaf.grad = whole
         self._piece, self._shown, self._assigned = self.leaf.grad, None, value if self.cut.shards > 1 else None

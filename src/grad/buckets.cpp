@@ -7,13 +7,19 @@
 #include <limits>
 #include <map>
 #include <tuple>
+#include <utility>
 
 namespace plumb {
 namespace {
 
-// Elements of a parameter that the first of `shards` ranks gets, in whole rows; later ones get as many, fewer, or none.
+// Elements of a parameter that the first of `shards` ranks gets, in whole rows; later ones get as many, fewer, or none. Rows
+// are what lies one behind the other in memory: of the dimension with the longest stride, mostly the first.
 int64_t rows_of(const at::Tensor& parameter, int64_t shards) {
-  const int64_t rows = parameter.dim() == 0 ? 1 : parameter.size(0);
+  std::pair<int64_t, int64_t> outermost{0, 1};
+  for (int64_t dim = 0; dim < parameter.dim(); ++dim) {
+    outermost = std::max(outermost, std::pair(parameter.stride(dim), parameter.size(dim)));
+  }
+  const int64_t rows = outermost.second;
   return std::max<int64_t>((rows + shards - 1) / shards * (rows == 0 ? 0 : parameter.numel() / rows), 1);
 }
 

@@ -59,7 +59,7 @@ def same(reference: nn.Module, model: nn.Module) -> None:
     for (name, whole), (other, mine) in pairs:
         assert name == other
         assert isinstance(mine, DTensor) and isinstance(mine, nn.Parameter), name
-        rows = functools.partial(_rows, mesh=mine.device_mesh)
+        rows = functools.partial(_rows, mesh=mine.device_mesh, dim=mine.placements[-1].dim)
         torch.testing.assert_close(mine.to_local(), rows(whole.detach()), atol=1e-9, rtol=1e-7, msg=lambda m: f"{name}: {m}")
         if whole.grad is None:
             assert mine.grad is None, name
@@ -70,10 +70,10 @@ def same(reference: nn.Module, model: nn.Module) -> None:
         )
 
 
-def _rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    chunks = whole.chunk(mesh.size(mesh.ndim - 1))
+def _rows(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    chunks = whole.chunk(mesh.size(mesh.ndim - 1), dim)
     mine = mesh.get_local_rank(mesh.ndim - 1)
-    return chunks[mine] if mine < len(chunks) else whole[:0]
+    return chunks[mine] if mine < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def reduce_gradients(reference: nn.Module) -> None:

@@ -307,7 +307,7 @@ def what_is_wrong_is_said() -> None:
     with pytest.raises(plumb.Error, match="deepcopy"):
         copy.deepcopy(model)
     with pytest.raises(plumb.Error, match="Shard"):
-        plumb.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda parameter: Shard(1))
+        plumb.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda parameter: Shard(2))
     with pytest.raises(ValueError, match="a factor of 2, not 3"):
         plumb.fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
     with pytest.raises(plumb.Error, match="dp_mesh_dims"):
