@@ -13,6 +13,7 @@
 #include "grad/manifest.h"
 #include "grad/mode.h"
 #include "unit/deferred.h"
+#include "world/machines.h"
 #include "world/road.h"
 
 namespace plumb {
@@ -75,6 +76,17 @@ NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) 
   return result;
 }
 
+// Where nobody chose one: what replicates does so between machines, and shards inside of them.
+Mesh mesh_by_machine(const World& world, const Options& options) {
+  Mesh mesh = options.mesh;
+  const int each = ranks_per_machine(world);
+  const bool chosen = mesh.replicate != 0 || mesh.shard != 0;
+  if (!chosen && strategy(options.strategy).replicate > 1 && each > 1 && each < world.size()) {
+    mesh.replicate = world.size() / each;
+  }
+  return mesh;
+}
+
 void check_options(int rank, int size, const Options& options) {
   const Strategy& row = strategy(options.strategy);
   const Mesh mesh = mesh_of(row, options.mesh, size);
@@ -125,6 +137,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   std::exception_ptr failure;
   try {
     road_of(world).pass(Point::setup);
+    options.mesh = mesh_by_machine(world, options);
     check_options(world.rank(), world.size(), options);
     updater.emplace(world.rank(), optimizer, options, parameters);
     check_model(world.rank(), parameters);

@@ -188,7 +188,8 @@ void Units::end_update() {
   for (Home& home : homes_) home.lanes.end_all(home.whole.device());
   const bool reads_in_place =
       std::any_of(homes_.begin(), homes_.end(), [](const Home& h) { return h.peers.size() > 1; });
-  if (reads_in_place) reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
+  if (!reads_in_place) return;  // those of this axis; another's may travel
+  reducer_.team().shard_control().barrier().wait(reducer_.here(Where::Kind::step, "the updated shards"));
 }
 
 NamedTensors Units::shards() const {

@@ -46,6 +46,21 @@ std::vector<int64_t> Checker::in_elements(const at::Tensor& tensor, const std::v
   return result;
 }
 
+Reduction Checker::reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const {
+  const auto known = reduction_of(op);
+  if (!known) throw Error(rank, std::string(who) + " reduces by sum, avg, max and min only");
+  const void* in = nullptr;
+  void* out = nullptr;
+  try {
+    reduce_in_order({&in, 1}, {&out, 1}, 0, dtype, *known);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) {
+    throw Error(rank, std::string(who) + " does not reduce " + c10::toString(dtype) + "; reduce a numeric dtype");
+  }
+  return *known;
+}
+
 std::optional<Reduction> reduction_of(c10d::ReduceOp::RedOpType op) {
   switch (op) {
     case c10d::ReduceOp::SUM:

@@ -24,6 +24,8 @@ struct Checker {
   void contiguous_on_cpu(const at::Tensor& tensor) const;
   // The splits of an all-to-all, in rows, as numbers of elements; none: equal ones.
   std::vector<int64_t> in_elements(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
+  // Of numbers of `dtype`.
+  Reduction reduction(const c10d::ReduceOp& op, at::ScalarType dtype) const;
 };
 
 // Nothing for a reduction that we do not have.

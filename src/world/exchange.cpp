@@ -110,6 +110,9 @@ Group::Shared Group::share(int64_t numel, const at::TensorOptions& options, cons
 void Group::let_go() const {
   if (!impl_->backend) return;
   if (const auto heap = heap_of(*impl_->backend)) heap->advance_all();
+  if (const Hierarchy* machines = hierarchy_of(*impl_->backend); machines != nullptr && machines->heap()) {
+    machines->heap()->advance_all();
+  }
 }
 
 std::vector<std::string> exchange_text(const World& world, const std::string& mine, const Where& where) {

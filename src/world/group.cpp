@@ -81,6 +81,7 @@ struct Cost {
   int64_t bytes = 0;
 
   static Cost ring(const Group::Impl& group, int64_t turns, const at::Tensor& whole) {
+    if (group.counts_itself) return {};
     const int64_t steps = turns * (group.size - 1);
     return {group.direct ? turns : steps, steps, steps * static_cast<int64_t>(whole.nbytes()) / group.size};
   }
@@ -88,6 +89,7 @@ struct Cost {
     return {1, group.size - 1, (group.size - 1) * static_cast<int64_t>(whole.nbytes()) / group.size};
   }
   static Cost tree(const Group::Impl& group, int64_t bytes) {
+    if (group.counts_itself) return {};
     const int64_t depth = std::bit_width(static_cast<unsigned>(group.size - 1));
     return {depth, depth, bytes * depth};
   }
@@ -110,7 +112,7 @@ Pending start(Group::Impl& group, Cost cost, std::vector<at::Tensor> keep, const
     }
     ticket.number = group.watch->count(group.index);
   }
-  if (group.host_memory) cost.rounds = 1;  // everybody reads everybody's
+  if (group.host_memory && !group.counts_itself) cost.rounds = 1;  // everybody reads everybody's
   Wire& wire = *group.watch->wire();
   wire.sent(cargo_of(ticket), cost.rounds, cost.messages, cost.bytes);
   return under_way(group, std::move(work), std::move(keep), std::move(ticket), wire.arrival(cost.rounds, cost.bytes),
@@ -196,7 +198,7 @@ Group::Impl::~Impl() {
     busy = busy || (work && !work->isCompleted());
   }
   const std::string name = backend ? backend->getBackendName() : "local";
-  const bool ours = name == "local" || name == "shm" || name == "sim" || name == "tcp";
+  const bool ours = name == "local" || name == "shm" || name == "sim" || name == "tcp" || name == "shm+tcp";
   if (busy && !ours) (void)backend.release();
   if (busy && ours && backend) backend->shutdown();
 }
@@ -208,9 +210,10 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
   group->rank = backend->getRank();
   group->size = backend->getSize();
   group->native_reduce_scatter = name != "gloo";
-  group->any_dtype = name == "local" || name == "shm" || name == "tcp";
+  group->any_dtype = name == "local" || name == "shm" || name == "tcp" || name == "shm+tcp";
   group->direct = name == "tcp";
-  group->host_memory = name == "shm";
+  group->host_memory = name == "shm" || name == "shm+tcp";
+  group->counts_itself = name == "shm+tcp";
   group->has_links = Links::offered_by(*backend);
   group->backend = std::move(backend);
   group->watch = std::move(watch);
@@ -227,7 +230,8 @@ Pending Group::all_reduce(at::Tensor tensor) {
 }
 
 bool Group::messages_are_dear() const {
-  return size() > 1 && (impl_->direct || impl_->host_memory || !impl_->native_reduce_scatter);
+  if (size() == 1 || impl_->counts_itself) return false;  // machines would send what they could sum first
+  return impl_->direct || impl_->host_memory || !impl_->native_reduce_scatter;
 }
 
 Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {

@@ -16,12 +16,11 @@
 #include <numeric>
 #include <thread>
 
+#include "world/carriers.h"
 #include "world/environment.h"
 #include "world/gloo.h"
-#include "world/nccl.h"
 #include "world/rendezvous.h"
-#include "world/shm_ring.h"
-#include "world/tcp.h"
+#include "world/shm_heap.h"
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -88,8 +87,7 @@ std::string choose_address(c10d::Store& store, const Place& place) {
   if (mine.empty()) mine = "127.0.0.1";
   store.set("address/" + std::to_string(place.rank), mine);
   if (!is_loopback(mine)) return mine;
-  for (int r = 0; r < place.size; ++r) {
-    const std::string other = store.get_to_str("address/" + std::to_string(r));
+  for (const std::string& other : read_all(store, "address/", place.size)) {
     if (is_loopback(other)) continue;
     const std::string towards = local_address_towards(other, place.port);
     if (!towards.empty()) return towards;
@@ -159,13 +157,40 @@ std::string agree_on_backend(c10d::Store& store, const Place& place, const std::
                               rank_in(other) + " for '" + name_in(other) + "'; every rank must ask for the same");
 }
 
-// How some of the ranks, whose backend has no shared memory, find some, if those are on one machine.
-std::function<std::shared_ptr<ShmHeap>()> meeting(const c10::intrusive_ptr<c10d::Store>& keys, int rank, int size) {
-  return [=] {
-    std::string why_not;
-    c10d::PrefixStore store("window", keys);
-    return ShmHeap::meet(store, rank, size, why_not);
-  };
+std::vector<int> everybody(int size) {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// Who is on which machine, whether ranks of one share its memory, and so what carries gradients where nobody `asked`. If
+// those of one machine cannot share, nobody does: all must have the same idea of what crosses.
+void find_machines(Carriers& carriers, const std::string& asked) {
+  const int rank = carriers.place.rank, size = carriers.place.size;
+  c10d::Store& store = *carriers.store;
+  carriers.machines = Machines::find(store, rank, size);
+  const bool one_machine = carriers.machines.count() == 1;
+  const auto tiers = carriers.machines.tiers(everybody(size));
+  std::string why_not;
+  if (one_machine || asked == "shm") {
+    carriers.heap = ShmHeap::meet(store, rank, size, why_not);
+  } else if (tiers && asked.empty()) {
+    const int machine = tiers->machine_of(rank);
+    if (tiers->ranks_on(machine) > 1) {
+      const auto own = c10::make_intrusive<c10d::PrefixStore>("machine " + std::to_string(machine), carriers.store);
+      carriers.heap = ShmHeap::meet(*own, rank - tiers->first[machine], tiers->ranks_on(machine), why_not);
+    }
+    if (!first_objection(store, "machines/share", size, why_not).empty()) {
+      carriers.heap.reset();
+      carriers.machines = Machines::apart(size);
+    }
+  }
+  if (asked == "shm" && !carriers.heap) {
+    throw Error(rank, "backend 'shm' is for processes that share a machine's memory, and " + why_not +
+                          "; choose 'tcp', or none to have it chosen");
+  }
+  const bool tiered = tiers && carriers.machines.count() < size;
+  carriers.backend = !asked.empty() ? asked : one_machine && carriers.heap ? "shm" : tiered ? "shm+tcp" : "tcp";
 }
 
 std::atomic<int> joins{0};  // of this process: each world has its own keys
@@ -202,69 +227,31 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
                            rendezvous.serves() ? StoreHost::here : StoreHost::elsewhere, rendezvous.end()));
     progress->road.pass(Point::join);
     const std::string agreed = agree_on_backend(*impl->store, place, asked);
-    // Where there is one, the host's messages travel there, whatever carries the gradients.
-    std::string why_not;
-    const std::shared_ptr<ShmHeap> heap = ShmHeap::meet(*impl->store, place.rank, place.size, why_not);
-    if (!heap && agreed == "shm") {
-      throw Error(place.rank, "backend 'shm' is for processes that share a machine's memory, and " + why_not +
-                                  "; choose 'tcp', or none to have it chosen");
-    }
-    impl->backend = agreed.empty() ? (heap ? "shm" : "tcp") : agreed;
-    const bool sockets = impl->backend == "gloo" || impl->backend == "tcp" || !heap;  // somewhere
-    const bool crowded = heap && place.size > static_cast<int>(std::thread::hardware_concurrency());
+    const auto carriers = std::make_shared<Carriers>();
+    carriers->place = place;
+    carriers->timeout = options.timeout;
+    carriers->watch = impl->watch;
+    carriers->store = impl->store;
+    find_machines(*carriers, agreed);
+    impl->backend = carriers->backend;
+    impl->ranks_per_machine = carriers->machines.ranks_each();
+    const bool memory = carriers->in_one_memory();
+    const bool sockets = impl->backend == "gloo" || impl->backend == "tcp" || !memory;  // somewhere
+    const int here = static_cast<int>(std::ranges::count_if(
+        everybody(place.size), [&](int r) { return carriers->machines.of(r) == carriers->machines.of(place.rank); }));
+    const bool crowded = carriers->heap && here > static_cast<int>(std::thread::hardware_concurrency());
     if (impl->backend == "gloo" && !crowded) impl->watch->keep_core(keen);
-    const std::string address = sockets ? choose_address(*impl->store, place) : "";
-    const auto tcp = [=](const c10::intrusive_ptr<c10d::Store>& keys, const char* what, int rank, int size) {
-      return make_tcp_backend(c10::make_intrusive<c10d::PrefixStore>(what, keys), rank, size, address,
-                              crowded ? std::chrono::microseconds(50) : keen);
-    };
-    std::vector<int> everybody(place.size);
-    std::iota(everybody.begin(), everybody.end(), 0);
-    impl->another = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch,
-                     store = impl->store](int number) {
-      const auto keys = c10::make_intrusive<c10d::PrefixStore>("groups/" + std::to_string(number), store);
-      c10::intrusive_ptr<c10d::Backend> data;
-      c10::intrusive_ptr<c10d::Backend> control;
-      control =
-          heap ? make_shm_backend(heap, *keys, 2 * number, timeout) : tcp(keys, "control", place.rank, place.size);
-      if (backend == "gloo") data = make_gloo(keys, place.rank, place.size, timeout, address, 1)[0];
-      if (backend == "tcp") data = tcp(keys, "data", place.rank, place.size);
-      if (backend == "shm") data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
-      if (backend == "nccl") {
-        data = make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", keys), place.rank, place.size, place.local_rank,
-                         timeout);
-      }
-      const std::string name = std::to_string(number);
-      World::Impl::Pair pair{make_group(data, watch, data_index, "data " + name, everybody),
-                             make_group(control, watch, control_index, "control " + name, everybody)};
-      pair.data->met = heap;
-      return pair;
-    };
-    impl->part = [=, backend = impl->backend, timeout = options.timeout, watch = impl->watch, store = impl->store](
-                     const std::string& name, const std::vector<int>& members, int rank, int index) {
-      const auto keys = c10::make_intrusive<c10d::PrefixStore>("parts/" + name, store);
-      const int size = static_cast<int>(members.size());
-      if (backend == "nccl" && index == data_index) {
-        return make_group(make_nccl(keys, rank, size, place.local_rank, timeout), watch, index, name, members);
-      }
-      if (!heap || ((backend == "gloo" || backend == "tcp") && index == data_index)) {
-        const bool gloo = backend == "gloo" && index == data_index;
-        auto group =
-            make_group(gloo ? make_gloo(keys, rank, size, timeout, address, 1)[0] : tcp(keys, "tcp", rank, size), watch,
-                       index, name, members);
-        group->meet = meeting(keys, rank, size);
-        return group;
-      }
-      std::string cannot;
-      auto own = ShmHeap::meet(*keys, rank, size, cannot);
-      if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
-      return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index, name, members);
+    if (sockets) carriers->address = choose_address(*impl->store, place);
+    carriers->patience = crowded ? std::chrono::microseconds(50) : keen;
+    impl->another = [carriers](int number) { return carriers->pair(number); };
+    impl->part = [carriers](const std::string& name, const std::vector<int>& members, int rank, int index) {
+      return carriers->part(name, members, rank, index);
     };
     const World::Impl::Pair own = impl->another(0);
     impl->data = own.data;
     impl->control = own.control;
     // Connections are made when they are needed; that they can be made is known from here on.
-    if (!heap) own.control->backend->barrier()->wait(limit);
+    if (!memory) own.control->backend->barrier()->wait(limit);
   } catch (const Error& e) {
     if (impl->watch) impl->watch->fail(e.what(), place.rank, {});
     throw;

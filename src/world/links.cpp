@@ -159,7 +159,7 @@ Links::~Links() {
 
 bool Links::offered_by(const c10d::Backend& backend) {
   const std::string name = backend.getBackendName();
-  return name == "gloo" || name == "local" || name == "tcp";
+  return name == "gloo" || name == "local" || name == "tcp" || name == "shm+tcp";
 }
 
 // The tag has room for 31 bits: one that no tag of the user's is likely to have, what kind of cargo, the number of the call,

@@ -16,9 +16,10 @@ uint64_t mixed(uint64_t digest, uint64_t word) {
   return digest ^ (digest >> 29);
 }
 
-// `what` every rank must be about to do.
-Pending start(Group::Impl& group, Cargo cargo, const Links::Script& script, uint64_t what, std::vector<at::Tensor> keep,
-              std::function<void()> finish = {}) {
+// `what` every rank must be about to do; `send` begins it.
+template <class Send>
+Pending begin(Group::Impl& group, Cargo cargo, uint64_t what, std::vector<at::Tensor> keep,
+              std::function<void()> finish, const Send& send) {
   group.watch->check();
   Ticket ticket{.group = cargo == Cargo::gather ? gather_index : group.index,
                 .circle = group.circle,
@@ -26,7 +27,7 @@ Pending start(Group::Impl& group, Cargo cargo, const Links::Script& script, uint
                 .members = group.members};
   c10::intrusive_ptr<c10d::Work> work;
   try {
-    work = group.links(cargo)->start(script, what);
+    work = send();
   } catch (const Error&) {
     throw;
   } catch (...) {
@@ -36,6 +37,20 @@ Pending start(Group::Impl& group, Cargo cargo, const Links::Script& script, uint
   // Links end what is under way themselves.
   return Pending(std::move(work), group.watch, std::move(keep), std::make_shared<Ticket>(std::move(ticket)), {},
                  std::move(finish));
+}
+
+Pending start(Group::Impl& group, Cargo cargo, const Links::Script& script, uint64_t what,
+              std::vector<at::Tensor> keep) {
+  return begin(group, cargo, what, std::move(keep), {}, [&] { return group.links(cargo)->start(script, what); });
+}
+
+// Everybody's `sent` into its part of `received`.
+Pending start_gather(Group::Impl& group, uint64_t what, at::Tensor received, at::Tensor sent,
+                     std::function<void()> finish = {}) {
+  return begin(group, Cargo::gather, what, {received, sent}, std::move(finish), [&] {
+    if (group.gathers) return group.gathers->gather(received, sent, what);
+    return group.links(Cargo::gather)->start(direct_gather(group.rank, group.size, received, sent), what);
+  });
 }
 
 // What a combination has so far, as it travels: any, every, and the sums' bits.
@@ -102,7 +117,7 @@ Pending Group::gather(const std::vector<Part>& parts, int64_t what) {
   if (parts.size() == 1) {
     const at::Tensor full = as_real(parts[0].full).view(at::kByte);
     const at::Tensor shard = as_real(parts[0].shard).view(at::kByte);
-    return start(*impl_, Cargo::gather, direct_gather(rank(), size(), full, shard), said, {full, shard});
+    return start_gather(*impl_, said, full, shard);
   }
   const at::Tensor sent = at::empty({row}, at::kByte);
   const at::Tensor received = at::empty({size() * row}, at::kByte);
@@ -118,7 +133,7 @@ Pending Group::gather(const std::vector<Part>& parts, int64_t what) {
     const at::Tensor rows = received.view({size, row});
     for (const auto& [place, from] : places) place.copy_(rows.narrow(1, from, place.size(1)));
   };
-  return start(*impl_, Cargo::gather, direct_gather(rank(), size(), received, sent), said, {received, sent}, deal_out);
+  return start_gather(*impl_, said, received, sent, deal_out);
 }
 
 std::vector<std::vector<int64_t>> Group::exchange(std::span<const int64_t> mine, const Where& where) {

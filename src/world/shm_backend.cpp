@@ -92,21 +92,8 @@ class ShmBackend final : public c10d::Backend {
 
   // Refused here, before anybody waits for it.
   Reduction reduction_of(const c10d::ReduceOp& op, const at::Tensor& tensor) const {
-    const auto known = arguments::reduction_of(op);
-    if (!known) throw Error(rank_, "the shm backend reduces by sum, avg, max and min only");
-    const Reduction reduction = *known;
-    if (!tensor.is_cpu()) return reduction;
-    const void* in = nullptr;
-    void* out = nullptr;
-    try {
-      reduce_in_order({&in, 1}, {&out, 1}, 0, tensor.scalar_type(), reduction);
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception&) {
-      throw Error(rank_, std::string("the shm backend does not reduce ") + c10::toString(tensor.scalar_type()) +
-                             "; reduce a numeric dtype");
-    }
-    return reduction;
+    check_.contiguous_on_cpu(tensor);
+    return check_.reduction(op, tensor.scalar_type());
   }
 
   const arguments::Checker check_{"the shm backend", rank_, size_};

@@ -18,12 +18,11 @@
 #include <bit>
 #include <cerrno>
 #include <climits>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <random>
 #include <sstream>
 
+#include "world/machines.h"
 #include "world/round.h"
 #include "world/shm_ring.h"
 
@@ -36,17 +35,7 @@ constexpr int64_t all_segments = 32LL << 40;  // of address space, in one proces
 
 std::string reason() { return std::strerror(errno); }
 
-// What two processes must have in common to open each other's files: the running kernel, and the numbering of processes.
-std::string host() {
-  std::string boot = "?";
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  char space[64] = "?";
-  (void)!readlink("/proc/self/ns/pid", space, sizeof space - 1);
-  return boot + "/" + space;
-}
-
-std::string record_key(int rank) { return "shm/segment/" + std::to_string(rank); }
-std::string verdict_key(int rank) { return "shm/verdict/" + std::to_string(rank); }
+constexpr const char* record_key = "shm/segment/";  // and the rank
 
 // The segments that this process owns, by their tokens: ranks that are its threads share one mapping.
 struct Own {
@@ -111,7 +100,7 @@ std::string ShmHeap::make_own() {
     own_segments().segments[token] = own;
   }
   std::ostringstream record;
-  record << host() << ' ' << getpid() << ' ' << own->fd << ' ' << bytes << ' ' << token;
+  record << machine_identity() << ' ' << getpid() << ' ' << own->fd << ' ' << bytes << ' ' << token;
   return record.str();
 }
 
@@ -124,7 +113,7 @@ std::string ShmHeap::attach(int other, const std::string& record) {
   uint64_t token = 0;
   const std::string name = "rank " + std::to_string(other);
   if (!(std::istringstream(record) >> where >> pid >> fd >> bytes >> token)) return name + " " + record;
-  const std::string mine = host();
+  const std::string mine = machine_identity();
   if (where.substr(0, where.find('/')) != mine.substr(0, mine.find('/'))) return name + " runs on another machine";
   if (where != mine) return name + " runs in another process namespace (a container of its own)";
   if (pid == getpid()) {
@@ -151,27 +140,20 @@ std::string ShmHeap::attach(int other, const std::string& record) {
 
 std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, std::string& why_not) {
   std::shared_ptr<ShmHeap> heap(new ShmHeap(rank, size));
-  const char* wanted = std::getenv("PLUMB_SHM");
-  const char* shape = std::getenv("PLUMB_SHAPE");
-  const bool shaped = shape != nullptr && *shape != 0;
-  const bool refused = wanted != nullptr && std::string(wanted) == "0";
-  std::string record = refused  ? "PLUMB_SHM=0 forbids it"
-                       : shaped ? "PLUMB_SHAPE shapes the links between machines"
-                                : heap->make_own();
+  std::string record = why_no_sharing();
+  if (record.empty()) record = heap->make_own();
   if (record.empty()) record = "cannot make shared memory: " + reason();
-  store.set(record_key(rank), record);
+  store.set(record_key + std::to_string(rank), record);
   std::string verdict = heap->segments_[rank] ? "" : record;
-  for (int r = 0; r < size && verdict.empty(); ++r) {
-    if (r != rank) verdict = heap->attach(r, store.get_to_str(record_key(r)));
+  if (verdict.empty()) {
+    const std::vector<std::string> records = read_all(store, record_key, size);
+    for (int r = 0; r < size && verdict.empty(); ++r) {
+      if (r != rank) verdict = heap->attach(r, records[static_cast<size_t>(r)]);
+    }
   }
-  store.set(verdict_key(rank), verdict.empty() ? "shares" : verdict);
-  for (int r = 0; r < size; ++r) {
-    const std::string said = store.get_to_str(verdict_key(r));
-    if (said == "shares") continue;
-    why_not = "as rank " + std::to_string(r) + " sees it, " + said;
-    return nullptr;
-  }
-  return heap;
+  why_not = first_objection(store, "shm/verdict", size,
+                            verdict.empty() ? "" : "as rank " + std::to_string(rank) + " sees it, " + verdict);
+  return why_not.empty() ? heap : nullptr;
 }
 
 bool ShmHeap::within(int rank, int64_t offset, int64_t bytes) const {

@@ -40,14 +40,15 @@ static std::string describe(Verb verb, Reduction reduction, int root, int64_t nu
   if (verb == Verb::all_reduce || verb == Verb::reduce_scatter) {
     text += std::string("(") + name_of(reduction) + ")";
   }
-  if (verb == Verb::broadcast) text += " from rank " + std::to_string(root);
+  if (verb == Verb::broadcast || verb == Verb::scatter) text += " from rank " + std::to_string(root);
   if (dtype < 0) return text;
   return text + " of " + std::to_string(numel) + " " + c10::toString(static_cast<at::ScalarType>(dtype));
 }
 
 bool ShmRing::well_formed(int rank, const Slot& its) const {
   if (its.place == Slot::Place::nowhere) {
-    return its.verb == Verb::barrier || (its.verb == Verb::broadcast && its.root != rank);
+    const bool from_one = its.verb == Verb::broadcast || its.verb == Verb::scatter;
+    return its.verb == Verb::barrier || (from_one && its.root != rank);
   }
   const int64_t item = static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(its.dtype)));
   const int64_t splits = its.verb == Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
@@ -55,20 +56,27 @@ bool ShmRing::well_formed(int rank, const Slot& its) const {
   return its.place == Slot::Place::slot ? bytes <= payload : heap_->within(rank, its.offset, bytes);
 }
 
+bool ShmRing::of_one_mind(uint64_t number) const {
+  for (int r = 1; r < size_; ++r) {
+    if (slot(r, number).what != slot(0, number).what) return false;
+  }
+  return true;
+}
+
 // What two ranks disagree in; every rank finds the same two.
 std::string ShmRing::mismatch(uint64_t number) const {
   const Slot& first = slot(0, number);
-  const auto say = [](const Slot& s) { return describe(s.verb, s.reduction, s.root, s.numel, s.dtype); };
+  const auto say = [this](const Slot& s) { return describe(s.verb, s.reduction, first_ + s.root, s.numel, s.dtype); };
   for (int r = 0; r < size_; ++r) {
     const Slot& its = slot(r, number);
     const bool sizes = its.verb == Verb::all_to_all ||
                        (its.numel == first.numel && its.begin == first.begin && its.count == first.count);
     if (its.verb != first.verb || its.reduction != first.reduction || its.root != first.root ||
-        its.dtype != first.dtype || !sizes) {
-      return "rank 0 called " + say(first) + " where rank " + std::to_string(r) + " called " + say(its) +
+        its.reader != first.reader || its.dtype != first.dtype || !sizes) {
+      return name(0) + " called " + say(first) + " where " + name(r) + " called " + say(its) +
              "; every rank must call the same collectives in the same order";
     }
-    if (!well_formed(r, its)) return "rank " + std::to_string(r) + " called " + say(its) + " outside its memory";
+    if (!well_formed(r, its)) return name(r) + " called " + say(its) + " outside its memory";
   }
   return {};
 }
@@ -93,6 +101,7 @@ void ShmRing::do_units(Piece& piece, uint64_t number) {
 
 void ShmRing::do_piece(Piece& piece, uint64_t number) {
   const ShmCall& call = piece.active->call;
+  if (call.reader >= 0 && call.reader != rank_) return;
   const int64_t item = piece.active->item;
   const int64_t bytes = piece.count * item;
   char* output = call.output.defined() ? static_cast<char*>(call.output.data_ptr()) : nullptr;
@@ -101,6 +110,9 @@ void ShmRing::do_piece(Piece& piece, uint64_t number) {
       break;
     case Verb::broadcast:
       if (rank_ != call.root) move_bytes(output + piece.begin * item, input(call.root, number, 0), bytes);
+      break;
+    case Verb::scatter:
+      move_bytes(output + piece.begin * item, input(call.root, number, rank_), bytes);
       break;
     case Verb::all_gather:
       for (int r = 0; r < size_; ++r) {

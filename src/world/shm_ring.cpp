@@ -9,24 +9,27 @@
 #include <utility>
 
 #include "plumb/error.h"
+#include "world/machines.h"
 #include "world/shm_work.h"
 
 namespace plumb {
 
-ShmRing::ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial)
-    : heap_(std::move(heap)), serial_(serial), rank_(heap_->rank()), size_(heap_->size()), arrived_seen_(size_),
-      retired_seen_(size_) {}
+ShmRing::ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, int first)
+    : heap_(std::move(heap)), serial_(serial), rank_(heap_->rank()), size_(heap_->size()), first_(first),
+      arrived_seen_(size_), retired_seen_(size_) {}
 
-std::shared_ptr<ShmRing> ShmRing::make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial) {
-  std::shared_ptr<ShmRing> ring(new ShmRing(std::move(heap), serial));
+std::shared_ptr<ShmRing> ShmRing::make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial, int first) {
+  std::shared_ptr<ShmRing> ring(new ShmRing(std::move(heap), serial, first));
   ring->own_ = ring->heap_->allocate(sizeof(Mailbox));
   const std::string key = "mailbox/" + std::to_string(serial) + "/";
   store.set(key + std::to_string(ring->rank_), std::to_string(ring->own_.offset));
+  const std::vector<std::string> offsets = read_all(store, key, ring->size_);
   for (int r = 0; r < ring->size_; ++r) {
-    const int64_t offset = std::stoll(store.get_to_str(key + std::to_string(r)));
+    const int64_t offset = std::stoll(offsets[static_cast<size_t>(r)]);
     if (!ring->heap_->within(r, offset, sizeof(Mailbox))) {
-      throw Error(ring->rank_, "rank " + std::to_string(r) + " has no shared memory left for a group of " +
-                                   std::to_string(sizeof(Mailbox)) + " bytes; free memory on this machine");
+      throw Error(ring->first_ + ring->rank_, ring->name(r) + " has no shared memory left for a group of " +
+                                                  std::to_string(sizeof(Mailbox)) +
+                                                  " bytes; free memory on this machine");
     }
     ring->mailboxes_.push_back(reinterpret_cast<Mailbox*>(ring->heap_->at(r, offset)));  // zeroed pages
   }
@@ -40,13 +43,13 @@ c10::intrusive_ptr<c10d::Work> ShmRing::issue(ShmCall call, std::chrono::millise
   const ShmCall& what = active->call;
   const bool in_one = what.verb == Verb::barrier || what.verb == Verb::all_to_all;
   if (what.input.defined()) active->item = static_cast<int64_t>(what.input.element_size());
-  active->parts = what.verb == Verb::reduce_scatter ? size_ : 1;
+  active->parts = what.verb == Verb::reduce_scatter || what.verb == Verb::scatter ? size_ : 1;
   const int64_t bytes = what.numel * active->item * active->parts;
   active->small = bytes <= small_bytes;
   const int64_t step =
       in_one ? std::max<int64_t>(what.numel, 1) : std::max<int64_t>(piece_bytes / (active->item * active->parts), 1);
   const int64_t unit = unit_bytes / active->item;
-  const bool claimed = what.verb == Verb::all_reduce && !active->small;
+  const bool claimed = what.verb == Verb::all_reduce && what.reader < 0 && !active->small;
 
   std::lock_guard lock(mutex_);
   int64_t begin = 0;
@@ -145,6 +148,8 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   slot.reduction = call.reduction;
   slot.dtype = call.input.defined() ? static_cast<int32_t>(call.input.scalar_type()) : -1;
   slot.root = call.root;
+  slot.reader = call.reader;
+  slot.what = call.what;
   slot.numel = call.numel;
   slot.begin = piece.begin;
   slot.count = piece.count;
@@ -154,7 +159,8 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   slot.offset = 0;
   slot.claimed.store(0, std::memory_order_relaxed);
   slot.done.store(0, std::memory_order_relaxed);
-  if (call.verb == Verb::barrier || (call.verb == Verb::broadcast && rank_ != call.root)) return;
+  const bool from_one = call.verb == Verb::broadcast || call.verb == Verb::scatter;
+  if (call.verb == Verb::barrier || (from_one && rank_ != call.root)) return;
 
   const char* source = static_cast<const char*>(call.input.const_data_ptr());
   const int64_t whole = call.numel * active.item;   // one part of the call
@@ -174,8 +180,8 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   if (copied > payload) {
     piece.staged = heap_->borrow(copied);
     if (piece.staged.offset < 0) {
-      throw Error(rank_, "no shared memory is left for a copy of " + std::to_string(copied) + " bytes in " +
-                             name_of(call.verb) + "; free memory on this machine, or join by backend 'gloo'");
+      throw Error(first_ + rank_, "no shared memory is left for a copy of " + std::to_string(copied) + " bytes in " +
+                                      name_of(call.verb) + "; free memory on this machine, or join by backend 'gloo'");
     }
     staged_ += piece.staged.bytes;
     copy = heap_->at(rank_, piece.staged.offset);
@@ -198,7 +204,8 @@ bool ShmRing::work() {
   bool moved = false;
   while (worked_ < published_ && all_arrived(worked_)) {
     Piece& piece = pieces_[worked_ - released_];
-    if (const std::string text = mismatch(worked_); !text.empty()) throw Error(rank_, text);
+    if (!of_one_mind(worked_)) break;  // nobody goes on; the watch tells who is where
+    if (const std::string text = mismatch(worked_); !text.empty()) throw Error(first_ + rank_, text);
     if (piece.units > 0) {
       do_units(piece, worked_);
     } else {
@@ -265,7 +272,8 @@ void ShmRing::fail(std::exception_ptr failure) {
 void ShmRing::close() {
   std::lock_guard lock(mutex_);
   advance_locked();
-  if (!failure_) fail(std::make_exception_ptr(Error(rank_, "the group was closed before this collective ended")));
+  if (!failure_)
+    fail(std::make_exception_ptr(Error(first_ + rank_, "the group was closed before this collective ended")));
   std::vector<ShmHeap::Block> blocks{own_};
   for (const Piece& piece : pieces_) {
     if (piece.staged.offset >= 0) blocks.push_back(piece.staged);
@@ -284,7 +292,9 @@ void ShmRing::look_for_the_dead(uint64_t number) {
   if (failure_ || number < released_ || pieces_[number - released_].active->left == 0) return;
   std::vector<int> needed;
   for (const int r : dead) {
-    if (mailboxes_[r]->arrived.load() <= number || mailboxes_[r]->retired.load() <= number) needed.push_back(r);
+    if (mailboxes_[r]->arrived.load() <= number || mailboxes_[r]->retired.load() <= number) {
+      needed.push_back(first_ + r);
+    }
   }
   if (!needed.empty()) fail(std::make_exception_ptr(RanksGone(needed)));
 }
@@ -295,7 +305,7 @@ std::string ShmRing::missing(uint64_t number) {
   for (int r = 0; r < size_; ++r) {
     std::string& list = mailboxes_[r]->arrived.load() <= number ? late : working;
     if (r != rank_ && mailboxes_[r]->retired.load() <= number) {
-      list += (list.empty() ? "rank " : ", rank ") + std::to_string(r);
+      list += (list.empty() ? "" : ", ") + name(r);
     }
   }
   return !late.empty() ? late + ", which did not come" : working + ", which came, but did not do its part";

@@ -36,9 +36,11 @@ struct ShmCall {
   Verb verb = Verb::barrier;
   Reduction reduction = Reduction::sum;
   int root = 0;
+  int reader = -1;      // the one rank that makes an output of everybody's input; -1: each does
+  uint64_t what = 0;    // what it is about: ranks that say different things touch nothing, and wait
   at::Tensor input{};   // what the others read
   at::Tensor output{};  // what this rank gets; the input itself for an all-reduce
-  // Elements: all of them for all-reduce and broadcast, of the shard for all-gather and reduce-scatter.
+  // Elements: all of them for all-reduce and broadcast, of the shard for all-gather, reduce-scatter and scatter.
   int64_t numel = 0;
   std::vector<int64_t> input_splits{};   // all-to-all; elements
   std::vector<int64_t> output_splits{};  // all-to-all; elements
@@ -48,8 +50,10 @@ class ShmWork;
 
 class ShmRing : public std::enable_shared_from_this<ShmRing> {
  public:
-  // Collective: the mailboxes are made known through `store`. `serial`: the number of the group in its world.
-  static std::shared_ptr<ShmRing> make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial);
+  // Collective: the mailboxes are made known through `store`. `serial`: the number of the group in its world. `first`: what
+  // errors call rank 0, and those after it.
+  static std::shared_ptr<ShmRing> make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
+                                       int first = 0);
 
   c10::intrusive_ptr<c10d::Work> issue(ShmCall call, std::chrono::milliseconds timeout);
   // Does what can be done without waiting.
@@ -70,10 +74,12 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
     Reduction reduction;
     int32_t dtype;
     int32_t root;
+    int32_t reader;
+    uint64_t what;
     int64_t numel;   // of the call
     int64_t begin;   // of the piece, in elements
     int64_t count;   // of the piece, in elements of one part
-    int64_t parts;   // of the input: as many as ranks for reduce-scatter, else 1
+    int64_t parts;   // of the input: as many as ranks for reduce-scatter and scatter, else 1
     int64_t stride;  // bytes from part to part
     Place place;
     int64_t offset;                             // in the heap
@@ -106,7 +112,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   };
   enum : int64_t { piece_bytes = 4 << 20, unit_bytes = 64 << 10, small_bytes = 16 << 10, staged_limit = 32 << 20 };
 
-  ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial);
+  ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, int first);
   bool publish();
   bool work();
   bool retire();
@@ -117,6 +123,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   void do_piece(Piece& piece, uint64_t number);
   void do_units(Piece& piece, uint64_t number);
   void exchange_parts(const ShmCall& call, uint64_t number);
+  bool of_one_mind(uint64_t number) const;
   std::string mismatch(uint64_t number) const;
   bool well_formed(int rank, const Slot& slot) const;
   bool in_the_way(const Piece& piece) const;
@@ -130,6 +137,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
 
   // For a wait for piece `number` in which nothing happened for a while: fails if a rank has ended that it needs.
   void look_for_the_dead(uint64_t number);
+  std::string name(int rank) const { return "rank " + std::to_string(first_ + rank); }
   // Who is waited for, as the end of a sentence.
   std::string missing(uint64_t number);
 
@@ -137,6 +145,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   const int64_t serial_;
   const int rank_;
   const int size_;
+  const int first_;
   ShmHeap::Block own_;
   std::vector<Mailbox*> mailboxes_;
 

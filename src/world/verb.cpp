@@ -16,6 +16,8 @@ const char* name_of(Verb verb) {
       return "all_reduce";
     case Verb::all_to_all:
       return "all_to_all";
+    case Verb::scatter:
+      return "scatter";
   }
   return "an unknown collective";
 }
@@ -35,6 +37,8 @@ c10d::OpType type_of(Verb verb) {
       return OpType::ALLREDUCE;
     case Verb::all_to_all:
       return OpType::ALLTOALL_BASE;
+    case Verb::scatter:
+      return OpType::SCATTER;
   }
   return OpType::UNKNOWN;
 }

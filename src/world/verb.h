@@ -7,7 +7,7 @@
 
 namespace plumb {
 
-enum class Verb : uint32_t { barrier, broadcast, all_gather, reduce_scatter, all_reduce, all_to_all };
+enum class Verb : uint32_t { barrier, broadcast, all_gather, reduce_scatter, all_reduce, all_to_all, scatter };
 
 const char* name_of(Verb verb);
 c10d::OpType type_of(Verb verb);

@@ -226,7 +226,9 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
     fail(e.what(), rank_, where);
     throw;
   } catch (const RanksGone& gone) {
-    mourn(gone.ranks, where);
+    std::vector<int> ranks = gone.ranks;  // of the group
+    for (int& rank : ranks) rank = ticket.members ? (*ticket.members)[static_cast<size_t>(rank)] : rank;
+    mourn(ranks, where);
   } catch (...) {
   }
   const std::string text = text_of(thrown);

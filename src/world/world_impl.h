@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "world/group.h"
+#include "world/hierarchy.h"
 #include "world/links.h"
 #include "world/road.h"
 #include "world/watch.h"
@@ -33,6 +34,10 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   bool direct = false;
   // The memory that the backend offers is the host's; otherwise a device's.
   bool host_memory = false;
+  // The backend counts itself what crosses: not every rank sends.
+  bool counts_itself = false;
+  // By which units are gathered, where ranks of one machine do so together; otherwise each from each.
+  c10::intrusive_ptr<Hierarchy> gathers;
   // Memory that the ranks of this group share beside the backend's, if there is any; `meet` finds it, once. Collective.
   std::function<std::shared_ptr<ShmHeap>()> meet;
   std::shared_ptr<ShmHeap> met;
@@ -69,6 +74,7 @@ struct World::Impl {
   int rank = 0;
   int size = 1;
   int local_rank = 0;
+  int ranks_per_machine = 0;  // where all machines have equally many, in order; 0: they have not, or it is not known
   std::string backend = "local";
   std::chrono::milliseconds timeout{60'000};
   c10::intrusive_ptr<c10d::Store> store;

@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "world/support/cable.h"
 #include "world/support/processes.h"
 
 namespace plumb::testing {
@@ -129,32 +130,6 @@ TEST(Apart, AWorldEndsAtOnceThoughWorkIsPending) {
   }
 }
 
-// Two network namespaces joined by a virtual cable; gone when this ends.
-class Cable {
- public:
-  Cable() : a_("plumb-a-" + std::to_string(getpid())), b_("plumb-b-" + std::to_string(getpid())) {
-    works_ = run("ip netns add " + a_) && run("ip netns add " + b_) &&
-             run("ip link add plumb0 netns " + a_ + " type veth peer name plumb0 netns " + b_) &&
-             run("ip -n " + a_ + " addr add 10.77.0.1/24 dev plumb0") &&
-             run("ip -n " + b_ + " addr add 10.77.0.2/24 dev plumb0") && run("ip -n " + a_ + " link set plumb0 up") &&
-             run("ip -n " + b_ + " link set plumb0 up") && run("ip -n " + a_ + " link set lo up") &&
-             run("ip -n " + b_ + " link set lo up");
-  }
-  ~Cable() {
-    run("ip netns del " + a_);
-    run("ip netns del " + b_);
-  }
-  bool works() const { return works_; }
-  void pull() { EXPECT_TRUE(run("ip -n " + a_ + " link set plumb0 down")); }
-  std::vector<std::string> inside(int end) const { return {"ip", "netns", "exec", end == 0 ? a_ : b_}; }
-
- private:
-  static bool run(const std::string& command) { return std::system((command + " >/dev/null 2>&1").c_str()) == 0; }
-  std::string a_;
-  std::string b_;
-  bool works_ = false;
-};
-
 std::vector<Process> at_both_ends(const Cable& cable, const std::string& role, const Variables& more = {}) {
   std::vector<Process> ranks;
   for (int r = 0; r < 2; ++r) {
@@ -168,12 +143,6 @@ std::vector<Process> at_both_ends(const Cable& cable, const std::string& role, c
   }
   return ranks;
 }
-
-// A machine that forbids network namespaces cannot show this; the test says so, and everything else is tested all the same.
-#define NEEDS(cable)                                                          \
-  if (geteuid() != 0) GTEST_SKIP() << "making network namespaces takes root"; \
-  Cable cable;                                                                \
-  if (!(cable).works()) GTEST_SKIP() << "this machine does not allow `ip netns` with a veth pair"
 
 TEST(Apart, EveryVerbIsCarriedBetweenTwoHosts) {
   NEEDS(cable);

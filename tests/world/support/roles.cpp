@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 
 #include "plumb/error.h"
 #include "plumb/world.h"
@@ -107,6 +108,33 @@ void reduce_for_ever(const World& world, int64_t numel) {
   }
 }
 
+// How many bytes leave this machine while all ranks reduce, scatter and gather: the network's own count.
+void cross(const World& world) {
+  const auto sent = [] {
+    int64_t bytes = 0;
+    std::ifstream("/sys/class/net/plumb0/statistics/tx_bytes") >> bytes;
+    return bytes;
+  };
+  const Where where{.detail = "what crosses"};
+  constexpr int64_t numel = 1 << 20;
+  Group data = data_group(world), control = control_group(world);
+  at::Tensor full = data.allocate(numel, at::kFloat), shard = at::ones({numel / world.size()});
+  const auto measure = [&](const char* name, const auto& act) {
+    act();  // connects
+    world.barrier();
+    const int64_t before = sent();
+    world.barrier();
+    for (int i = 0; i < 4; ++i) act();
+    world.barrier();
+    std::printf("%s %.3f of its bytes\n", name, static_cast<double>(sent() - before) / (4.0 * numel * 4));
+    world.barrier();
+  };
+  measure("all_reduce", [&] { data.all_reduce(full.fill_(1)).wait(where); });
+  measure("reduce_scatter", [&] { data.reduce_scatter(shard, full.fill_(1)).wait(where); });
+  measure("all_gather", [&] { data.all_gather(full, shard).wait(where); });
+  measure("gather", [&] { control.gather({{shard, full}}, 7).wait(where); });
+}
+
 void bench(const World& world) {
   const Where where;
   auto measure = [&](const char* name, int times, const auto& act) {
@@ -173,6 +201,11 @@ void act(const std::string& role) {
   std::fflush(stdout);
   if (role == "verbs") verbs(world);
   if (role == "bench") bench(world);
+  if (role == "cross") cross(world);
+  if (role == "gather astray") {
+    at::Tensor full = at::zeros({400 * world.size()}), shard = at::ones({400});
+    control_group(world).gather({{shard, full}}, me == 1 ? 8 : 7).wait({.detail = me == 1 ? "unit b" : "unit a"});
+  }
   if (role == "drill") drill(*world.impl().data->backend);
   if (role == "soak") {
     soak({world.impl().data->backend.get(), world.impl().control->backend.get()},

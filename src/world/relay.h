@@ -1,0 +1,51 @@
+// A relay: a thread that waits for collectives in the order in which it was told of them, and does what follows each.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace plumb {
+
+class Relay {
+ public:
+  explicit Relay(const char* name) : name_(name) {}
+  // What has not ended is failed.
+  ~Relay();
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  // `then` is called, by the thread, with null once all of `works` have ended well, or with what went wrong. It may throw
+  // nothing, and must not hold what owns this relay.
+  void after(Works works, std::function<void(const std::exception_ptr&)> then);
+
+  // Fails what has not ended, and all that comes. Returns when the thread has.
+  void stop();
+
+ private:
+  struct Job {
+    Works works;
+    std::function<void(const std::exception_ptr&)> then;
+  };
+  void run();
+  std::exception_ptr outcome(const Works& works);
+  bool stopped();
+
+  const char* const name_;
+  const int process_ = own_process();  // a child of it has not the thread
+  static int own_process();
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable wake_;
+  std::deque<Job> jobs_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace plumb
