@@ -1,4 +1,4 @@
-"""torch's names rebound to Plumb's, and unchanged programs run so."""
+"""torch's names (and DeepSpeed's, where it is installed) rebound to Plumb's, and unchanged programs run so."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import os
 import runpy
 import sys
+
+from .deepspeed import rebound as deepspeed
 
 #: A name of torch's, where it is found, and Plumb's in its place. The first place is the one that is spoken of.
 REBOUND: dict[str, tuple[str, ...]] = {
@@ -29,7 +31,7 @@ USAGE = "usage: python -m plumb PROGRAM.py [ARGUMENT]…\n       python -m plumb
 
 
 def rebind() -> list[tuple[str, str]]:
-    """Puts Plumb's names in the place of torch's, for every import from now on. The pairs of (torch's, Plumb's)."""
+    """Puts Plumb's names in the place of torch's and DeepSpeed's, for every import from now on. The pairs of (theirs, Plumb's)."""
     said = []
     for ours, places in REBOUND.items():
         module, _, name = ours.rpartition(".")
@@ -38,6 +40,8 @@ def rebind() -> list[tuple[str, str]]:
             theirs, _, attribute = place.rpartition(".")
             setattr(importlib.import_module(theirs), attribute, value)
         said.append((places[0], f"plumb.{name}"))
+    if deepspeed.rebind():
+        said.append(deepspeed.SPOKEN)
     return said
 
 

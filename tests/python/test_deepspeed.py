@@ -127,6 +127,23 @@ def test_every_stage_trains_as_one_process_would(stage: int) -> None:
 # ---- the meaning of its words
 
 
+def test_what_a_forward_returns_may_be_changed_in_place() -> None:
+    """As transformers' Trainer multiplies its loss; under accumulation the output is a tensor of ours."""
+    grads = []
+    for by_hand in (True, False):
+        engine = engine_of(stage=0, gas=2)
+        loss = engine(*batch(0, 0, torch.float32))
+        loss *= 3.0
+        loss.backward() if by_hand else engine.backward(loss)
+        grads.append(engine.module.get_parameter(next(iter(dict(engine.module.named_parameters())))).grad.clone())
+    plain = make()
+    (plain(*batch(0, 0, torch.float32)) * 1.5).backward()
+    first = next(plain.parameters()).grad
+    assert first is not None
+    for gradient in grads:
+        torch.testing.assert_close(gradient, first)
+
+
 def engine_of(**more: Any) -> Any:
     return deepspeed.initialize(model=make(), config=config_of(**more))[0]
 

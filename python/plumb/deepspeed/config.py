@@ -59,7 +59,7 @@ TABLE: tuple[Section, ...] = (
             Key("gradient_accumulation_steps", "int", None, WORKS, "backwards of a step"),
             Key("managed_gradient_accumulation", "bool", True, WORKS, "false: every step() is a boundary"),
             Key("gradient_clipping", "float", 1.0, WORKS, "largest 2-norm over all gradients; 0: none"),
-            Key("steps_per_print", "int", None, WORKS, "rank 0 logs step, skipped steps, lr and momentum"),
+            Key("steps_per_print", "every", None, WORKS, "rank 0 logs step, skipped steps, lr and momentum"),
             Key("gradient_allreduce_op", "str", "mean", WORKS, "'sum': gradients of all ranks are added"),
             Key("prescale_gradients", "bool", False, NOTHING, "gradients are divided before they are summed, always"),
             Key("gradient_predivide_factor", "float", 1.0, NOTHING, "the mean is the mean, however it is divided"),
@@ -253,7 +253,9 @@ def _value(where: str, key: Key, value: Any) -> Any:
     if key.kind == "bool":
         if not isinstance(value, bool):
             raise wrong("true or false")
-    elif key.kind == "int":
+    elif key.kind == "every" and number and value == math.inf:
+        return value  # never
+    elif key.kind in ("int", "every"):
         if not number or (isinstance(value, float) and not value.is_integer()):
             raise wrong("a whole number")
         return int(value)

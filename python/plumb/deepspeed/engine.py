@@ -36,7 +36,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, engine: "DeepSpeedEngine") -> torch.Tensor:
         ctx.engine = engine
-        return output.view_as(output)
+        return output.detach()  # no view: the caller may change what he gets in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

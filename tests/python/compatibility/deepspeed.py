@@ -109,7 +109,7 @@ ARGUMENTS["model_parameters"] = (State.WORKS, "tensors, or groups", parameters_g
 
 # ---- keys
 
-_SAMPLES: dict[str, Any] = {"bool": True, "int": 7, "float": 0.5, "str": "x", "dtype": "fp32", "dict": {}, "any": None}
+_SAMPLES: dict[str, Any] = {"bool": True, "int": 7, "every": 7, "float": 0.5, "str": "x", "dtype": "fp32", "dict": {}, "any": None}
 _VALUES: dict[str, Any] = {
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_allreduce_op": "sum",
     "zero_optimization.stage": 3, "optimizer.type": "Lamb", "scheduler.type": "WarmupLR", "data_types.param_dtype": "fp32",
