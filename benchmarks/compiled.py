@@ -2,11 +2,12 @@
 
     PYTHONPATH=build/python python benchmarks/compiled.py [--rounds 12] [--steps 3] [--only 'plumb ddp;torch']
 
-Two ranks of one thread on this machine, a small GPT, AdamW. Every rank holds all variants, and they take their steps in turn: a
-round is a few steps of each, and a round's time of a variant is divided by that of ``plumb ddp, compiled`` (replicated) or
-``plumb zero3, compiled`` (sharded) in the same round, so that a busy machine slows all alike. Printed are the median times,
-the medians and quartiles of those ratios. ``--memory`` instead runs each variant in processes of its own and prints what a step takes
-at most above what the process has between steps.
+Two ranks of one thread on this machine, a small GPT, AdamW; first what replicates parameters, then what shards them. Every rank
+holds all variants of a group, and they take their steps in turn: a round is a few steps of each, and a round's time of a variant
+is divided by that of the group's first in the same round, so that a busy machine slows all alike. Printed are the median
+times; the medians and quartiles of those ratios; and both by the processor's clock, which counts what all threads of a rank
+did and nothing that it waited. ``--memory`` instead runs each variant in processes of its own and prints what a step takes at most
+above what the process has between steps.
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ SHARDED: dict[str, Callable[[Any], Step]] = {
 }
 
 
+GROUPS = {"replicated": REPLICATED, "sharded": SHARDED}
+CLOCKS = (time.perf_counter, time.process_time)
+
+
 class Variant:
     def __init__(self, build: Callable[[Any], Step]) -> None:
         torch._dynamo.reset()
@@ -110,7 +115,7 @@ class Variant:
         torch.manual_seed(100 + dist.get_rank())
         self.batches, self.done = Model.batches(), 0
         self.model, self.backward, self.finish = build(module)
-        self.times: list[float] = []
+        self.times: list[tuple[float, ...]] = []  # per step, by each of the clocks
 
     def step(self) -> float:
         loss = Model.loss(self.model, self.batches[self.done % len(self.batches)])
@@ -121,10 +126,10 @@ class Variant:
 
     def round(self, steps: int) -> None:
         dist.barrier()
-        start = time.perf_counter()
+        start = [clock() for clock in CLOCKS]
         for _ in range(steps):
             self.step()
-        self.times.append((time.perf_counter() - start) / steps)
+        self.times.append(tuple((clock() - before) / steps for clock, before in zip(CLOCKS, start, strict=True)))
 
 
 def begin() -> None:
@@ -135,11 +140,15 @@ def begin() -> None:
     torch._dynamo.config.recompile_limit = 64
 
 
-def measure(rounds: int, steps: int, only: str) -> tuple[dict[str, list[float]], dict[str, float]]:
+def wanted(group: str, only: str) -> list[str]:
+    return [name for name in GROUPS[group] if any(word in name for word in only.split(";"))]
+
+
+def measure(group: str, rounds: int, steps: int, only: str) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, float]]:
     begin()
-    wanted = {name: build for name, build in {**REPLICATED, **SHARDED}.items() if any(word in name for word in only.split(";"))}
     variants, losses = {}, {}
-    for name, build in wanted.items():
+    for name in wanted(group, only):
+        build = GROUPS[group][name]
         try:
             variants[name] = Variant(build)
             losses[name] = [variants[name].step() for _ in range(3)][-1]
@@ -161,10 +170,10 @@ def status(field: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 
-def most_memory(name: str) -> float:
+def most_memory(group: str, name: str) -> float:
     """MB that a step takes at most above what the process has between steps, once everything is compiled."""
     begin()
-    variant = Variant({**REPLICATED, **SHARDED}[name])
+    variant = Variant(GROUPS[group][name])
     for _ in range(4):
         variant.step()
     between = status("VmRSS")
@@ -184,23 +193,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", default="plumb;torch;FSDP2")
+    parser.add_argument("--only", default="plumb;torch;FSDP2;DeepSpeed")
+    parser.add_argument("--group", choices=GROUPS)
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if options.memory:
-        if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
-            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
-        for name in {**REPLICATED, **SHARDED}:
-            if any(word in name for word in options.only.split(";")):
-                print(f"{name:42s} {max(plumb.spawn(most_memory, 2, (name,), timeout=600)):8.0f} MB", flush=True)
-        return
-    times, losses = plumb.spawn(measure, 2, (options.rounds, options.steps, options.only), timeout=3000)[0]
-    for group, against in ((REPLICATED, "plumb ddp, compiled"), (SHARDED, "plumb zero3, compiled")):
-        for name in group:
-            if name in times:
-                ratios = [one / other for one, other in zip(times[name], times[against], strict=True)]
-                print(f"{name:42s} {1e3 * statistics.median(times[name]):8.1f} ms  × {quartiles(ratios)}  loss {losses[name]:.4f}")
+    if options.memory and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+    for group in GROUPS if options.group is None else [options.group]:
+        if options.memory:
+            for name in wanted(group, options.only):
+                print(f"{name:42s} {max(plumb.spawn(most_memory, 2, (group, name), timeout=1000)):8.1f} MB", flush=True)
+            continue
+        times, losses = plumb.spawn(measure, 2, (group, options.rounds, options.steps, options.only), timeout=3000)[0]
+        first = next(iter(times))
+        for name, rounds in times.items():
+            columns = []
+            for clock in range(len(CLOCKS)):
+                ratios = [one[clock] / other[clock] for one, other in zip(rounds, times[first], strict=True)]
+                columns.append(f"{1e3 * statistics.median(one[clock] for one in rounds):8.1f} ms  × {quartiles(ratios)}")
+            print(f"{name:42s} {columns[0]}   processor {columns[1]}   loss {losses[name]:.4f}", flush=True)
 
 
 if __name__ == "__main__":

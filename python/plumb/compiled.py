@@ -59,6 +59,7 @@ class Gathers:
     times: int  #: units gathered inside of graphs
     bytes: int  #: of whole parameters that graphs have right now
     most_bytes: int  #: that they had at once
+    ahead: int  #: units (one for each dtype) that were whole or on their way when a graph asked for them
 
 
 _made: list[Backward] = []
@@ -103,7 +104,7 @@ def _why_not(graph: torch.fx.Graph) -> str:
     if not deliver_inside:
         return "plumb.compiled.deliver_inside is False"
     inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
+    if inductor is not None and inductor.triton.cudagraphs and _on_a_gpu(graph):
         return "it may be captured into a CUDA graph, whose replays the host does not see"
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fw_metadata is None:
@@ -116,6 +117,12 @@ def _why_not(graph: torch.fx.Graph) -> str:
     if any(type(one).__name__ == "SubclassCreationMeta" for one in metadata.subclass_inp_meta):
         return "its arguments are not those of the compiled function: some are tensor subclasses"
     return ""
+
+
+def _on_a_gpu(graph: torch.fx.Graph) -> bool:
+    """The modes that ask for CUDA graphs (``reduce-overhead``, ``max-autotune``) get none where nothing is on a GPU."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return any(isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta") for value in values)
 
 
 def _insert(graph: torch.fx.Graph, inputs: list[torch.fx.Node]) -> list[Delivery]:
@@ -239,7 +246,7 @@ def _keep_out() -> None:
     _kept_out = True
     from torch._dynamo import trace_rules
 
-    for name in ("engine", "optim", "fsdp_optim"):
+    for name in ("engine", "optim", "fsdp_optim", "replaced"):
         trace_rules.add(f"{__package__}.{name}")
 
 

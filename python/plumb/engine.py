@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C, compiled, optim, save as _save, units as _units
 from ._C import Error, LoadInfo, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
 from .deferred import fill
+from .replaced import Replaced
 from .world import of_mesh, remember
 from .world import world as _world
 
@@ -175,11 +176,14 @@ class Engine:
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
         self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
         remember(self)
+        self._replaced = Replaced(named, self.world.rank)
         for door, (unit, parameters) in zip(doors, own, strict=True):
             self._handles += _units.hook(unit, door, parameters)
         if own:
             compiled.forget_graphs()
         if isinstance(optimizer, torch.optim.Optimizer):
+            replaced = self._replaced
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: replaced.check()))
             if owns:
                 self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
             else:
@@ -256,6 +260,7 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     closure()
+            self._replaced.check()
             return self._engine.step()
         assert isinstance(self.optimizer, torch.optim.Optimizer)
         self._engine  # noqa: B018  (an Error if it was closed)
@@ -449,7 +454,7 @@ def _named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
         for name, tensor in pairs:
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise TypeError
-            result.append((name, tensor))
+            result.append((_uncompiled(name), tensor))
     except (TypeError, ValueError):
         raise Error(
             f"the engine's {what} are a {type(pairs).__name__}; expected a module, or pairs of a name and a tensor"
@@ -459,6 +464,11 @@ def _named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
         if tensor.is_meta:
             raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
     return result
+
+
+def _uncompiled(name: str) -> str:
+    """Without what torch.compile puts into names: compiled or not, a model has the same checkpoints."""
+    return name.replace("_orig_mod.", "")
 
 
 def _world_of(given: World | dist.ProcessGroup | None, named: list[tuple[str, torch.Tensor]]) -> World:
@@ -497,5 +507,5 @@ def _group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGrou
     elif isinstance(match, str):
         names = {name for name, _ in named if re.search(match, name)}
     else:
-        names = set(match)
+        names = {_uncompiled(name) for name in match}
     return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))

@@ -240,7 +240,7 @@ void bind_engine(py::module_& module) {
   });
   module.def("graph_gathers", [] {
     const inside::Counts counts = inside::counts();
-    return std::tuple(counts.gathers, counts.bytes, counts.most_bytes);
+    return std::tuple(counts.gathers, counts.bytes, counts.most_bytes, counts.ahead);
   });
   module.def("forget_most_gathered", &inside::forget_most);
   using Self = EngineObject;

@@ -22,7 +22,7 @@ namespace plumb {
 namespace inside {
 namespace {
 
-std::atomic<int64_t> gathers{0}, bytes{0}, most_bytes{0};
+std::atomic<int64_t> gathers{0}, bytes{0}, most_bytes{0}, ahead{0};
 
 const c10::StorageImpl* storage_of(const at::Tensor& parameter) {
   return parameter.has_storage() ? parameter.storage().unsafeGetStorageImpl() : nullptr;
@@ -90,7 +90,7 @@ Handed::~Handed() {
   bytes -= bytes_;
 }
 
-Counts counts() { return {gathers, bytes, most_bytes}; }
+Counts counts() { return {gathers, bytes, most_bytes, ahead}; }
 
 void forget_most() { most_bytes = bytes.load(); }
 
@@ -119,6 +119,7 @@ std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameter
   if (in_backward && backward::listen(shared_from_this())) ++tasks_;
   std::vector<at::Tensor> whole(parameters.size());
   for (Home* home : homes_of(parameters)) {
+    if (home->ahead) ++inside::ahead;
     gathers_.fill(*home);
     const auto memory = std::make_shared<inside::Handed>(home->take_memory(), home->bytes(), handed_out_);
     for (size_t i = 0; i < parameters.size(); ++i) {

@@ -24,11 +24,13 @@ class Handed {
   std::shared_ptr<std::atomic<int64_t>> of_engine_;
 };
 
-// In this process: gathers by graphs, bytes of whole parameters that graphs have, and the most they had since `forget_most`.
+// In this process: gathers by graphs, bytes of whole parameters that graphs have, the most they had since `forget_most`, and how
+// many buckets were whole or on their way when a graph asked for them.
 struct Counts {
   int64_t gathers = 0;
   int64_t bytes = 0;
   int64_t most_bytes = 0;
+  int64_t ahead = 0;
 };
 Counts counts();
 void forget_most();

@@ -1,4 +1,4 @@
-"""transformers' Llama and GPT-2 from configs, compiled, against one process in eager."""
+"""transformers' Llama, GPT-2 and Mixtral from configs, and a ResNet with batch norms, compiled, against one process in eager."""
 
 from __future__ import annotations
 
@@ -14,13 +14,24 @@ from test_compiled import AOT_EAGER
 transformers = pytest.importorskip("transformers")
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer  # noqa: E402
+from transformers.models.resnet.modeling_resnet import ResNetBasicLayer  # noqa: E402
 
 WORDS, LENGTH = 64, 12
+UNITS = {"gpt2": GPT2Block, "llama": LlamaDecoderLayer, "mixtral": MixtralDecoderLayer, "resnet": ResNetBasicLayer}
 
 
 def make(kind: str) -> Any:
     torch.manual_seed(5)
-    if kind == "gpt2":
+    if kind == "resnet":
+        config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
+        return transformers.AutoModelForImageClassification.from_config(config)
+    if kind == "mixtral":  # experts get other numbers of tokens each time
+        config = transformers.MixtralConfig(
+            vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=32, use_cache=False,
+        )  # fmt: skip
+    elif kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, bos_token_id=1, eos_token_id=1, use_cache=False,
@@ -33,26 +44,26 @@ def make(kind: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def batch(rank: int, i: int) -> torch.Tensor:
-    return torch.randint(2, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(10 * i + rank))
+def batch(kind: str, rank: int, i: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * i + rank)
+    if kind == "resnet":
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=draw), "labels": torch.randint(4, (3,), generator=draw)}
+    words = torch.randint(2, WORDS, (2, LENGTH), generator=draw)
+    return {"input_ids": words, "labels": words}
 
 
 def trains(kind: str, strategy: str, backend: Any) -> tuple[float, int]:
     world = plumb.World.join(backend="shm", timeout=200)
     model, twin = make(kind), make(kind)
-    with plumb.Engine(
-        model, plumb.SGD(lr=0.1), strategy=strategy, units=[GPT2Block if kind == "gpt2" else LlamaDecoderLayer], world=world
-    ) as engine:
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[UNITS[kind]], world=world) as engine:
         seen = torch.compile(model, backend=backend)
         optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
         for i in range(3):
-            words = batch(world.rank, i)
-            seen(input_ids=words, labels=words).loss.backward()
+            seen(**batch(kind, world.rank, i)).loss.backward()
             engine.step()
             engine.zero_grad()
             for rank in range(2):
-                words = batch(rank, i)
-                (twin(input_ids=words, labels=words).loss / 2).backward()
+                (twin(**batch(kind, rank, i)).loss / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
@@ -61,10 +72,13 @@ def trains(kind: str, strategy: str, backend: Any) -> tuple[float, int]:
         return far, compiled.counts().delivered
 
 
-CASES = [("llama", "ddp", AOT_EAGER), ("llama", "zero3", AOT_EAGER), ("gpt2", "ddp", AOT_EAGER), ("gpt2", "zero3", AOT_EAGER)]
+CASES = [
+    ("llama", "ddp", AOT_EAGER), ("llama", "zero3", AOT_EAGER), ("gpt2", "ddp", AOT_EAGER), ("gpt2", "zero3", AOT_EAGER),
+    ("mixtral", "zero3", AOT_EAGER), ("resnet", "zero3", AOT_EAGER), ("llama", "ddp", "inductor"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind,strategy,backend", [*CASES, ("llama", "ddp", "inductor")])
+@pytest.mark.parametrize("kind,strategy,backend", CASES)
 def test_a_compiled_model_of_transformers_is_what_one_process_computes(kind: str, strategy: str, backend: Any) -> None:
     for far, delivered in plumb.spawn(trains, 2, (kind, strategy, backend), timeout=500):
         assert far < 2e-6 and delivered > 0
