@@ -4,14 +4,21 @@
 
 namespace plumb {
 
+namespace {
+
+// Holds numbers of both. Weights of 8 bits, which are frozen, promote to nothing.
+at::ScalarType wider(at::ScalarType one, at::ScalarType other) {
+  return c10::isFloat8Type(one) ? other : c10::promoteTypes(one, other);
+}
+
+}  // namespace
+
 GradRule grad_rule(const at::Tensor& parameter, std::optional<at::ScalarType> accumulate) {
   GradRule rule;
   rule.cast = parameter.grad_dtype();  // unset: the parameter's dtype; set: that dtype; set to None: nullopt
-  // A gradient of any dtype needs a bucket that holds bf16, f16 and f32 alike. Frozen weights of 8 bits promote to nothing.
-  const at::ScalarType own = parameter.scalar_type();
-  const at::ScalarType wide = c10::isFloat8Type(own) ? at::kFloat : c10::promoteTypes(own, at::kFloat);
-  rule.bucket = rule.cast.value_or(wide);
-  if (accumulate) rule.bucket = c10::promoteTypes(rule.bucket, *accumulate);
+  // A gradient of any dtype needs a bucket that holds bf16, f16 and f32 alike.
+  rule.bucket = rule.cast.value_or(wider(parameter.scalar_type(), at::kFloat));
+  if (accumulate) rule.bucket = wider(rule.bucket, *accumulate);
   return rule;
 }
 
