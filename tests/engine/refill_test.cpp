@@ -1,0 +1,157 @@
+// An engine's state in memory: another engine that takes it goes on as the first one did, bit for bit, or refuses it.
+#include "engine/refill.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "save/support/trained.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using save::Json;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+struct State {
+  std::vector<at::Tensor> values;
+  std::string words;
+};
+
+State state_of(Engine& engine) {
+  State state;
+  for (const SavedSlot& slot : all_slots(engine.impl())) {
+    const at::Tensor value = slot.memory.defined() ? slot.memory : slot.owner.detach();
+    EXPECT_EQ(value.numel(), slot.end - slot.begin) << slot.name;
+    state.values.push_back(value.clone().flatten());
+  }
+  state.words = Json(words_of(engine.impl())).write();
+  return state;
+}
+
+void take(Engine& engine, const State& state) {
+  const Json words = Json::parse(state.words, "the words");
+  check_words(engine.impl(), words);
+  refill(engine.impl(), state.values, words);
+}
+
+Options options_for(const std::string& strategy, at::ScalarType dtype) {
+  Options options;
+  options.strategy = strategy;
+  options.bucket_bytes = 200;
+  options.first_bucket_bytes = 100;
+  if (dtype != at::kFloat) options.accumulate_dtype = at::kFloat;
+  if (dtype == at::kHalf) options.loss_scale = LossScale{.initial = 64, .interval = 2, .hysteresis = 3};
+  options.groups = {{[](const std::string& name) { return name.starts_with("outside"); }, 0.01, {}},
+                    {[](const std::string& name) { return name.ends_with("1"); }, {}, 0.25}};
+  return options;
+}
+
+class RefillIn : public testing::TestWithParam<std::string> {};
+
+// The second engine begins with other values, or has trained for a while, also what the first one never updated.
+TEST_P(RefillIn, GoesOnAsTheFirstOneDid) {
+  const std::vector<Optimizer> optimizers = {AdamW{.lr = 0.05}, SGD{.lr = 0.05, .momentum = 0.9},
+                                             RMSprop{.lr = 0.05, .momentum = 0.5, .centered = true}, NoOptimizer{}};
+  for (const int ranks : {1, 2}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      for (size_t which = 0; which < optimizers.size(); ++which) {
+        if (which > 0 && dtype == at::kBFloat16) continue;
+        for (const bool trained : {false, true}) {
+          Everything now, later, taken, after;
+          run_local(ranks, [&](World world) {
+            SCOPED_TRACE(c10::str(ranks, " ranks, ", dtype, ", optimizer ", which, trained ? ", trained" : ", fresh"));
+            const Options options = options_for(GetParam(), dtype);
+            const bool rates = which < 3;
+            State state;
+            {
+              Model model(3, dtype);
+              Engine engine(world, model, optimizers[which], options);
+              train(engine, model, 3, dtype);
+              if (rates) engine.set_lr(0.25);
+              if (rates) engine.set_lr(0, 0.125);
+              state = state_of(engine);
+              now.add(engine);
+              world.barrier();
+              train(engine, model, 2, dtype);
+              later.add(engine);
+              world.barrier();
+            }
+            Model model(4, dtype);
+            Engine engine(world, model, optimizers[which], options);
+            if (trained) {
+              for (int i = 0; i < 2; ++i) engine.backward(model.loss(ones(1)));
+              engine.step();
+            }
+            take(engine, state);
+            for (const at::Tensor& parameter : model.parameters()) EXPECT_FALSE(parameter.grad().defined());
+            EXPECT_EQ(engine.steps(), 3);
+            if (rates) {
+              EXPECT_EQ(engine.lr(), 0.25);
+              EXPECT_EQ(engine.lr(0), 0.125);
+              EXPECT_EQ(engine.lr(1), 0.25) << "follows the engine's";
+            }
+            taken.add(engine);
+            world.barrier();
+            train(engine, model, 2, dtype);
+            after.add(engine);
+          });
+          ASSERT_EQ(now.difference(taken), "") << which << " on " << ranks;
+          ASSERT_EQ(later.difference(after), "") << which << " on " << ranks;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, RefillIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
+                         [](const auto& info) { return info.param; });
+
+TEST(Refill, RefusesWordsOfAnEngineThatCannotBeFollowed) {
+  struct One {
+    explicit One(Optimizer optimizer, Options options = {})
+        : model(3), engine(World(), model, std::move(optimizer), std::move(options)) {}
+    Json words() { return Json(words_of(engine.impl())); }
+    void check(const Json& theirs) { check_words(engine.impl(), theirs); }
+    Model model;
+    Engine engine;
+  };
+  Options scaled, grouped, four, eight;
+  scaled.loss_scale = LossScale{};
+  grouped.groups = {{[](const std::string&) { return true; }, 0.01, {}}};
+  four.deterministic = eight.deterministic = true;
+  four.virtual_ranks = 4;
+  eight.virtual_ranks = 8;
+  const auto refused = [](One& one, const Json& words, const std::string& what) {
+    EXPECT_THAT([&] { one.check(words); }, ThrowsMessage<Error>(HasSubstr(what)));
+  };
+  One adam(AdamW{}), sgd(SGD{}), with_scale(AdamW{}, scaled), with_group(AdamW{}, grouped);
+  adam.check(adam.words());
+  refused(adam, sgd.words(), "of the optimizer SGD, and this engine has AdamW");
+  refused(adam, with_scale.words(), "has a loss scale, and this engine has none");
+  refused(with_scale, adam.words(), "has no loss scale, and this engine has one");
+  refused(adam, with_group.words(), "has 1 parameter groups, and this engine 0");
+  One shares(AdamW{}, four), more(AdamW{}, eight);
+  refused(shares, more.words(), "of 8 virtual ranks, and this engine has 4");
+  shares.check(adam.words());  // a run that becomes deterministic, and one that ceases to be
+  adam.check(shares.words());
+  One none(NoOptimizer{}), users(UserOptimizer{});
+  none.check(users.words());
+  users.check(none.words());
+  refused(none, adam.words(), "of the optimizer AdamW");
+  refused(adam, none.words(), "and this engine has AdamW");
+
+  const State state = state_of(adam.engine);
+  State fewer = state;
+  fewer.values.pop_back();
+  EXPECT_THROW(take(adam.engine, fewer), std::exception);
+  adam.engine.backward(adam.model.loss(ones(1)));
+  EXPECT_THAT([&] { take(adam.engine, state); },
+              ThrowsMessage<Error>(HasSubstr("load_state_dict() after 1 backwards")));
+  EXPECT_THAT([&] { state_of(adam.engine); }, ThrowsMessage<Error>(HasSubstr("state_dict() after 1 backwards")));
+}
+
+}  // namespace
+}  // namespace plumb
