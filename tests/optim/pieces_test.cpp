@@ -100,6 +100,48 @@ TEST_P(Pieces, OfABf16ParameterAreItsMaster) {
   });
 }
 
+// Cut at parameters, each is one rank's, or one of each replica's: an update may look at all of it.
+TEST_P(Pieces, CutAtParametersAreWholeAndHaveOneOwner) {
+  for (const int ranks : {2, 3}) {
+    std::mutex mutex;
+    std::map<std::string, int> owners;
+    run_local(ranks, [&](World world) {
+      const auto net = make_net(), twin = make_net();
+      Engine engine(world, *net, UserOptimizer{}, {.strategy = GetParam(), .cut = Cut::at_parameters});
+      std::map<const void*, std::string> names;
+      for (const auto& item : net->named_parameters()) names[item.value().unsafeGetTensorImpl()] = item.key();
+      const auto towards = [](const at::Tensor& gradient) { return gradient / gradient.norm(); };
+      for (int step = 0; step < 2; ++step) {
+        net->forward(input(world.rank(), step)).square().mean().backward();
+        engine.begin_step();
+        for (const Piece& piece : engine.pieces()) {
+          if (!piece.gradient.defined() || piece.weight.numel() == 0) continue;
+          EXPECT_EQ(piece.begin, 0);
+          EXPECT_EQ(piece.weight.numel(), piece.parameter.numel());
+          at::Tensor(piece.weight).sub_(towards(piece.gradient), 0.1);
+          const std::lock_guard lock(mutex);
+          if (step == 0) ++owners[names.at(piece.parameter.unsafeGetTensorImpl())];
+        }
+        engine.end_step();
+        engine.zero_grad();
+        for (int rank = 0; rank < ranks; ++rank) (twin->forward(input(rank, step)).square().mean() / ranks).backward();
+        at::NoGradGuard no_grad;
+        for (at::Tensor& parameter : twin->parameters()) {
+          if (parameter.grad().defined()) parameter.sub_(towards(parameter.grad()), 0.1);
+        }
+        twin->zero_grad();
+      }
+      const auto mine = net->parameters(), others = twin->parameters();
+      for (size_t i = 0; i < mine.size(); ++i) {
+        EXPECT_TRUE(torch::allclose(engine.full_parameter(mine[i]), others[i], 1e-11, 1e-12)) << i;
+      }
+    });
+    ASSERT_EQ(owners.size(), 4U);
+    const int each = GetParam() == "ddp" || (GetParam() == "hsdp" && ranks == 2) ? ranks : 1;
+    for (const auto& [name, count] : owners) EXPECT_EQ(count, each) << name << " on " << ranks;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(InEveryStrategy, Pieces, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 
