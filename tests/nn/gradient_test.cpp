@@ -286,6 +286,52 @@ TEST(Delayed, StaysOutstandingWhenItFailsAndWhenItsModuleDies) {
   EXPECT_EQ(sinks[0]->outstanding, 1) << "the owner must notice at its next step";
 }
 
+// Of several that were put off, one cannot be written: those before it are done and let go, and none is written twice or lost.
+TEST(Delayed, GoesOnAfterTheOneThatFailed) {
+  struct Breaks final : StepSink {
+    using StepSink::StepSink;
+    GradTarget open() override { return {delivered == breaks_at ? at::zeros({1}) : buffer, delivered > 0}; }
+    int breaks_at = -1;
+  };
+  constexpr int jobs = 3;
+  for (const Kind kind : all_kinds) {
+    for (int bad = 0; bad < jobs; ++bad) {
+      for (size_t whose = 0; whose < (kind == Kind::grouped_mlp ? 2U : 1U); ++whose) {
+        SCOPED_TRACE(c10::str("module ", static_cast<int>(kind), ", job ", bad, ", weight ", whose));
+        const Subject subject({.kind = kind, .delayed = true});
+        std::vector<std::shared_ptr<Breaks>> sinks;
+        for (const at::Tensor& weight : subject.weights) {
+          sinks.push_back(std::make_shared<Breaks>(at::full(weight.sizes(), NAN)));
+          attach(weight, sinks.back());
+        }
+        std::vector<at::Tensor> sums(sinks.size()), dys;
+        for (int job = 0; job < jobs; ++job) {
+          dys.push_back(subject.dy * (job + 1.5));
+          const auto mine = subject.reference(subject.x, dys.back());
+          for (size_t i = 0; i < sums.size(); ++i) sums[i] = sums[i].defined() ? sums[i] + mine[i] : mine[i];
+          subject.forward(subject.x).backward(dys.back());
+        }
+        sinks[whose]->breaks_at = bad;
+        for (int again = 0; again < 2; ++again) {
+          EXPECT_THROW(subject.backward_dw(), Error);
+          for (size_t i = 0; i < sinks.size(); ++i) {
+            const int done = bad + (i < whose ? 1 : 0);  // each layer's gradient is put off by itself
+            EXPECT_EQ(sinks[i]->delivered, done);
+            EXPECT_EQ(sinks[i]->outstanding, jobs - done);
+          }
+          for (int job = 0; job < jobs; ++job) EXPECT_EQ(dys[job].use_count() > 1, job >= bad) << "kept: " << job;
+        }
+        sinks[whose]->breaks_at = -1;
+        subject.backward_dw();
+        for (size_t i = 0; i < sinks.size(); ++i) {
+          EXPECT_EQ(sinks[i]->outstanding, 0);
+          expect_close(f64(sinks[i]->buffer), sums[i], 5e-6);
+        }
+      }
+    }
+  }
+}
+
 TEST(Delayed, NeedsAModuleThatDelaysAndWeightsThatAreParameters) {
   Subject now({.kind = Kind::linear});
   EXPECT_THROW(now.backward_dw(), Error);
