@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
+#include <ranges>
 #include <thread>
 
 #include "engine/impl.h"
@@ -40,6 +41,67 @@ TEST(NoSync, PutsNothingOnTheWire) {
     engine.step();
     expect_close(weight, {1 - 4.5, 2 - 4.5});
   });
+}
+
+// A checkpoint keeps the order of the buckets: an engine that resumes has it before its first backward, and keeps it.
+TEST(Order, OfACheckpointIsTakenOnceAndOnlyWhole) {
+  for (const char* strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      const auto build = [&](std::vector<at::Tensor>& leaves) {
+        NamedTensors named;
+        for (int i = 0; i < 5; ++i) {
+          leaves.push_back(at::full({3 + i}, 1.0).requires_grad_());
+          named.emplace_back("p" + std::to_string(i), leaves.back());
+        }
+        return std::make_unique<Engine>(world, named, NamedTensors{}, SGD{.lr = 1},
+                                        Options{.strategy = strategy, .bucket_bytes = 40, .first_bucket_bytes = 40});
+      };
+      // Gradients come as `order` says: each product's backward runs before that of the one inside it.
+      const auto train = [&](Engine& engine, const std::vector<at::Tensor>& leaves, const std::vector<int>& order) {
+        at::Tensor loss = at::full({}, 0.5 * (world.rank() + 1));
+        for (const int i : std::views::reverse(order)) loss = loss + leaves[i].sum() * (i + 1) * (world.rank() + 1);
+        loss.backward();
+        engine.step();
+        engine.zero_grad();
+      };
+      const auto right = [&](const std::vector<at::Tensor>& leaves, double steps) {
+        for (int i = 0; i < 5; ++i) {
+          EXPECT_TRUE(leaves[i].detach().allclose(at::full({3 + i}, 1.0 - steps * 1.5 * (i + 1)))) << strategy << i;
+        }
+      };
+      using Names = std::vector<std::string>;
+      std::vector<at::Tensor> leaves, others, thirds;
+      const auto first = build(leaves), second = build(others), third = build(thirds);
+      const Names start = first->impl().reducer->order();
+      EXPECT_EQ(start, (Names{"p4", "p3", "p2", "p1", "p0"})) << "as gradients mostly come";
+      train(*first, leaves, {2, 0, 4, 1, 3});
+      right(leaves, 1);
+      const Names found = first->impl().reducer->order();
+      EXPECT_EQ(found, (Names{"p2", "p0", "p4", "p1", "p3"})) << strategy;
+
+      Reducer& resumed = *second->impl().reducer;
+      resumed.arrange({"p2", "p0", "p4", "p1"});
+      EXPECT_EQ(resumed.order(), start) << "one is missing: of another model";
+      EXPECT_FALSE(resumed.rebuilt());
+      Names more = found;
+      more.insert(more.begin() + 2, {"nobody's", "p2"});
+      resumed.arrange(more);
+      EXPECT_EQ(resumed.order(), found);
+      EXPECT_TRUE(resumed.rebuilt());
+      resumed.arrange(start);
+      EXPECT_EQ(resumed.order(), found) << "once";
+      for (int step = 0; step < 2; ++step) train(*second, others, {0, 1, 2, 3, 4});
+      right(others, 2);
+      EXPECT_EQ(resumed.order(), found) << "and no backward changes it again";
+
+      // Gradients that are there already move along.
+      for (int i = 0; i < 5; ++i) thirds[i].mutable_grad() = at::full({3 + i}, 1.5 * (i + 1));
+      third->impl().reducer->arrange(found);
+      for (int i = 0; i < 5; ++i) EXPECT_TRUE(thirds[i].grad().eq(1.5 * (i + 1)).all().item<bool>()) << i;
+      third->step();
+      right(thirds, 1);
+    });
+  }
 }
 
 TEST(Engines, TwoInOneProcessTrainAGan) {
