@@ -107,6 +107,30 @@ TEST_P(Outputs, GoToAutogradWhereSomebodyElseWantsThem) {
   });
 }
 
+// The other operator is told whose gradient it is; of several engines, each gets its own.
+TEST_P(Outputs, OfNamedParametersGoToTheEnginesThatOwnThem) {
+  static const auto deliver =
+      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::deliver", "").typed<void(at::Tensor, const at::Tensor&)>();
+  static const auto end_pass =
+      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::end_pass", "").typed<void(at::Tensor)>();
+  run_local(2, [&](World world) {
+    Net one, other;
+    Engine first(world, one, NoOptimizer{}, {.strategy = GetParam()});
+    Engine second(world, other, NoOptimizer{}, {.strategy = GetParam()});
+    at::Tensor raw = torch::full({3, 3}, 2.0 * (1 + world.rank()));
+    deliver.call(one.w, raw);
+    deliver.call(other.w, 2 * raw);
+    deliver.call(other.w.detach(), raw);  // as a graph may hold it
+    raw.fill_(777);
+    end_pass.call(one.w);
+    end_pass.call(other.w);
+    EXPECT_TRUE(first.full_gradient(one.w).equal(expected()));
+    EXPECT_TRUE(second.full_gradient(other.w).equal(3 * expected()));
+    EXPECT_THROW(deliver.call(torch::ones({3, 3}), raw), Error) << "nobody's";
+    EXPECT_THROW(end_pass.call(torch::ones({3, 3})), Error);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Outputs, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 

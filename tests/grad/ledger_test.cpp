@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "engine/impl.h"
+#include "errors.h"
+#include "plumb/nn.h"
 #include "scenarios/support/models.h"
 
 namespace plumb {
@@ -73,6 +75,21 @@ TEST(Ledger, NamesABucketNeverReduced) {
 TEST(Ledger, NamesAGradientConsumedUnreduced) {
   EXPECT_THAT(error_of(Fault::consume_unreduced, Held::yes),
               AllOf(NamesTheContribution(), HasSubstr("consumed unreduced")));
+}
+// One that comes between backwards, from a backward_dw(), is on the account, too.
+TEST(Ledger, NamesADelayedGradientConsumedUnreduced) {
+  const auto texts = test::errors(2, [](World world) {
+    nn::Linear linear(nn::LinearOptions{.in = 4, .out = 3, .delay_wgrad_compute = true});
+    Engine engine(world, *linear, SGD{});
+    for (int step = 0; step < 2; ++step) {
+      if (step == 1) engine.impl().reducer->fault = Fault::consume_unreduced;
+      linear->forward(torch::ones({2, 4})).sum().backward();
+      linear->backward_dw();
+      engine.step();
+      engine.zero_grad();
+    }
+  });
+  EXPECT_THAT(texts, testing::Each(AllOf(HasSubstr("'weight'"), HasSubstr("consumed unreduced"))));
 }
 TEST(Ledger, NamesAGradientConsumedTwice) {
   EXPECT_THAT(error_of(Fault::consume_twice), AllOf(NamesTheContribution(), HasSubstr("consumed 2 times")));
