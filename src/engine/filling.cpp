@@ -57,7 +57,9 @@ std::string begin_loading(Engine::Impl& impl, const Where& where, const std::fun
 
 std::vector<std::string> on_every_rank(const World& world, std::function<std::string()> work, const Where& where) {
   try {
-    return *together(world, Task(std::move(work)), Wait::yes, where);
+    // Where there are others, they hear from this rank while it works.
+    const auto runs = world.size() > 1 ? Task::Runs::beside : Task::Runs::at_once;
+    return *together(world, Task(std::move(work), runs), Wait::yes, where);
   } catch (const RankFailed& failure) {
     throw Error(world.rank(), failure.what());
   }
@@ -69,8 +71,24 @@ at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTenso
   return value;
 }
 
+void Reads::share(int64_t bytes) {
+  shared_ = bytes > 0 ? host_memory(bytes, at::kByte) : at::Tensor();
+  taken_ = 0;
+}
+
 at::Tensor Reads::add(const save::SavedTensor& tensor, int64_t begin, int64_t end) {
-  return reads_.emplace_back(Read{&tensor, begin, end, host_memory(end - begin, dtype_of(tensor.dtype))}).memory;
+  constexpr int64_t kAligned = 64;
+  const at::ScalarType dtype = dtype_of(tensor.dtype);
+  const int64_t bytes = (end - begin) * static_cast<int64_t>(c10::elementSize(dtype));
+  at::Tensor memory;
+  if (shared_.defined() && taken_ + bytes <= shared_.numel()) {
+    memory = shared_.narrow(0, taken_, bytes).view(dtype);
+    taken_ += (bytes + kAligned - 1) / kAligned * kAligned;
+  } else {
+    memory = host_memory(end - begin, dtype);
+  }
+  reads_.push_back({&tensor, begin, end, memory});
+  return memory;
 }
 
 void Reads::run() {

@@ -34,6 +34,8 @@ at::Tensor read_range(const save::Checkpoint& checkpoint, const save::SavedTenso
 class Reads {
  public:
   explicit Reads(const save::Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  // The next ones lie in one piece of memory, as far as these bytes go, which lives as long as any of them; 0: each has its own.
+  void share(int64_t bytes);
   // Memory that run() fills.
   at::Tensor add(const save::SavedTensor& tensor, int64_t begin, int64_t end);
   // Only its checksums are compared.
@@ -49,6 +51,8 @@ class Reads {
   };
   const save::Checkpoint& checkpoint_;
   std::vector<Read> reads_;
+  at::Tensor shared_;
+  int64_t taken_ = 0;  // bytes of it
 };
 
 // Cannot fail. Gradients are forgotten; `before`: what is to be done to the engine while nobody uses it. The parameters are

@@ -67,6 +67,7 @@ std::string LoadInfo::table() const {
 
 Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer)
     : impl_(impl), options_(options) {
+  const TrainingMode training;
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load()");
   info_.path = path + begin_loading(impl, where, [&] { return newest_behind(path); });
@@ -259,11 +260,18 @@ void Loading::read() {
   Reads reads(*checkpoint_);
   std::map<std::string, const SavedTensor*> saved_by_title;
   for (const SavedTensor& tensor : manifest.tensors) saved_by_title[tensor.title()] = &tensor;
-  for (const SavedSlot& slot : slots_of(impl_, updates_)) {
+  const std::vector<SavedSlot> slots = slots_of(impl_, updates_);
+  int64_t bytes = 0;
+  for (const SavedSlot& slot : slots) {
+    bytes += (slot.end - slot.begin) * static_cast<int64_t>(c10::elementSize(slot.dtype())) + 64;
+  }
+  reads.share(bytes);
+  for (const SavedSlot& slot : slots) {
     const auto found = saved_by_title.find(title_of(slot));
     if (found == saved_by_title.end() || mismatched(title_of(slot))) continue;
     fillings_.push_back({slot, read_slot(reads, *checkpoint_, *found->second, slot.owner, slot.begin, slot.end)});
   }
+  reads.share(0);  // what comes now is somebody else's to keep
   const bool pieces = impl_.updater->is_users();
   std::map<std::string, const Sink*> sinks;
   for (const Sink& sink : impl_.reducer->sinks()) sinks[sink.name] = &sink;

@@ -323,7 +323,8 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
         if (!failure.empty()) throw std::runtime_error(failure);
         road.beside(Point::write);
         return write(std::move(taken), path, end);
-      });
+      },
+      copy == Copy::no ? alone() : Task::Runs::beside);
 }
 
 std::string Saving::write_alone(const std::string& folder, int64_t samples) {
@@ -354,6 +355,9 @@ std::string Saving::write(Taken taken, const std::string& path, const std::strin
   return taken.manifest.write();
 }
 
+// A rank that is waited for by nobody needs no thread for what it waits for itself.
+Task::Runs Saving::alone() const { return impl_.world.size() > 1 ? Task::Runs::beside : Task::Runs::at_once; }
+
 std::string Saving::ending() const {
   return "-" + numbered(impl_.world.rank()) + "-of-" + numbered(impl_.world.size()) + ".safetensors";
 }
@@ -363,17 +367,19 @@ void Saving::go_on(Wait wait) {
     const auto texts = together(impl_.world, *task_, wait, here("save()"));
     if (!texts) return;
     phase_ = Phase::committing;
-    task_ = std::make_unique<Task>([this, texts = impl_.world.rank() == 0 ? *texts : std::vector<std::string>{}] {
-      road_of(impl_.world).beside(Point::commit);
-      if (texts.empty()) return std::string();
-      save::Manifest whole = save::Manifest::read(texts[0], "rank 0's part", save::Manifest::Coverage::some);
-      for (size_t rank = 1; rank < texts.size(); ++rank) {
-        whole.join(save::Manifest::read(texts[rank], "rank " + std::to_string(rank) + "'s part",
-                                        save::Manifest::Coverage::some));
-      }
-      save::Manifest::read(whole.write(), "the new manifest");  // what nobody wrote is noticed now
-      return writer_->commit(whole, keep_);
-    });
+    task_ = std::make_unique<Task>(
+        [this, texts = impl_.world.rank() == 0 ? *texts : std::vector<std::string>{}] {
+          road_of(impl_.world).beside(Point::commit);
+          if (texts.empty()) return std::string();
+          save::Manifest whole = save::Manifest::read(texts[0], "rank 0's part", save::Manifest::Coverage::some);
+          for (size_t rank = 1; rank < texts.size(); ++rank) {
+            whole.join(save::Manifest::read(texts[rank], "rank " + std::to_string(rank) + "'s part",
+                                            save::Manifest::Coverage::some));
+          }
+          save::Manifest::read(whole.write(), "the new manifest");  // what nobody wrote is noticed now
+          return writer_->commit(whole, keep_);
+        },
+        wait == Wait::yes ? alone() : Task::Runs::beside);
   }
   const auto texts = together(impl_.world, *task_, wait, here("save()"));
   if (!texts) return;

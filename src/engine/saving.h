@@ -60,6 +60,7 @@ class Saving {
   Taken take(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   static std::string write(Taken taken, const std::string& path, const std::string& end);
   std::string ending() const;
+  Task::Runs alone() const;
   std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
   save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;

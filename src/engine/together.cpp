@@ -4,16 +4,24 @@
 
 namespace plumb {
 
-Task::Task(std::function<std::string()> work)
-    : thread_([this, work = std::move(work)] {
-        Outcome outcome = attempt(work);
-        std::lock_guard lock(mutex_);
-        outcome_ = std::move(outcome);
-        done_ = true;
-        changed_.notify_all();
-      }) {}
+Task::Task(std::function<std::string()> work, Runs runs) {
+  if (runs == Runs::at_once) {
+    outcome_ = attempt(work);
+    done_ = true;
+    return;
+  }
+  thread_ = std::thread([this, work = std::move(work)] {
+    Outcome outcome = attempt(work);
+    std::lock_guard lock(mutex_);
+    outcome_ = std::move(outcome);
+    done_ = true;
+    changed_.notify_all();
+  });
+}
 
-Task::~Task() { thread_.join(); }
+Task::~Task() {
+  if (thread_.joinable()) thread_.join();
+}
 
 bool Task::done() const {
   std::lock_guard lock(mutex_);

@@ -14,10 +14,11 @@
 
 namespace plumb {
 
-// One piece of work on a thread of its own. It ends with a text; what it throws is kept.
+// One piece of work. It ends with a text; what it throws is kept.
 class Task {
  public:
-  explicit Task(std::function<std::string()> work);
+  enum class Runs { beside, at_once };  // on a thread of its own, or before the constructor ends
+  explicit Task(std::function<std::string()> work, Runs runs = Runs::beside);
   ~Task();  // waits
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
