@@ -151,6 +151,34 @@ def test_refuses_another_optimizer_and_changes_nothing(tmp_path: Path) -> None:
     engine.close()
 
 
+def frozen_since(folder: str, strategy: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What load() says, and the state it gives to a parameter that is frozen now."""
+    model = Net()
+    model.one.weight.requires_grad_(False)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    said = ""
+    with plumb.Engine(model, optimizer, strategy=strategy) as engine:
+        try:
+            engine.load(folder)
+        except plumb.Error as error:
+            said = str(error)
+            assert "one.weight" in engine.load(folder, strict=False).table()
+        train(model, engine, 1)
+    return said, dict(optimizer.state.get(model.one.weight, {}))
+
+
+def test_the_state_of_a_parameter_that_is_frozen_now_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    model, built, engine = in_process("adamw")
+    train(model, engine, 2)
+    engine.save(tmp_path)
+    expected = built.state[model.one.weight]
+    engine.close()
+    said, found = frozen_since(str(tmp_path), "ddp")
+    assert said == "" and found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    for said, _ in plumb.spawn(frozen_since, 2, (str(tmp_path), "zero1")):  # pieces of what is not trained have no place
+        assert "extra     optimizer 'one.weight' (exp_avg)  saved F32 [7, 5]  here frozen" in said
+
+
 def test_names_the_parameters_that_differ(tmp_path: Path) -> None:
     model, _, engine = in_process("adamw")
     engine.save(tmp_path)
