@@ -22,6 +22,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch_peers as peers
+from torch._C._distributed_c10d import AllgatherOptions
 
 RANKS = 2
 VARIANTS = ("plumb ddp", "torch DDP", "plumb zero3", "FSDP2")
@@ -39,6 +40,10 @@ class Shaped(dist.ProcessGroup):
 
     def getBackendName(self):  # noqa: N802
         return "shaped"
+
+    @property
+    def group_name(self):
+        return dist.distributed_c10d._world.pg_names[self]
 
     def _start(self, work, result, rounds, sent):
         self.free = max(self.free, time.monotonic()) + sent / self.bytes_per_s
@@ -62,14 +67,21 @@ class Shaped(dist.ProcessGroup):
         return self._ring(self.inner.allreduce(tensors, opts), tensors, 2, tensors[0])
 
     def _allgather_base(self, full, shard, opts=None):
-        return self._ring(self.inner._allgather_base(full, shard, opts or dist.AllgatherOptions()), [full], 1, full)
+        return self._ring(self.inner._allgather_base(full, shard, opts or AllgatherOptions()), [full], 1, full)
 
     def _reduce_scatter_base(self, shard, full, opts=None):
         opts = opts or dist.ReduceScatterOptions()
         return self._ring(self.inner._reduce_scatter_base(shard, full, opts), [shard], 1, full)
 
+    # As torch 2.13 calls them.
+    def all_gather_single(self, full, shard, opts=None):
+        return self._allgather_base(full, shard)
+
+    def reduce_scatter_single(self, shard, full, opts=None):
+        return self._reduce_scatter_base(shard, full, opts)
+
     def allgather(self, outputs, inputs, opts=None):
-        work = self.inner.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+        work = self.inner.allgather(outputs, inputs, opts or AllgatherOptions())
         return self._start(work, outputs, self.size() - 1, (self.size() - 1) * inputs[0].nbytes)
 
     def broadcast(self, tensors, opts=None):

@@ -32,8 +32,8 @@ TEST(Machines, TrainToTheSameBitsWhereverTheirRanksAre) {
 // would have two replicas of three ranks.)
 TEST(Machines, AreTheReplicasOfHsdp) {
   const auto gathered = [](const Words& more) {
-    Words words = tiny({"--json", "--batch", "12", "--eval-every", "0", "--questions", "8", "--ranks", "6", "--strategy",
-                        "hsdp"});
+    Words words = tiny(
+        {"--json", "--batch", "12", "--eval-every", "0", "--questions", "8", "--ranks", "6", "--strategy", "hsdp"});
     words.insert(words.end(), more.begin(), more.end());
     const Result result = run(words, {{"PLUMB_MACHINES", "3"}});
     EXPECT_EQ(result.code, 0) << result.err;
