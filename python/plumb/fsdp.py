@@ -103,7 +103,14 @@ def fully_shard(
 
     unit = Unit(modules, mesh, mp_policy)
     unit.reshard_after_forward = None if reshard_after_forward is None else bool(reshard_after_forward)
-    for one, name, parameter in _own(modules, ignored_params or set()):
+    own = list(_own(modules, ignored_params or set()))
+    for one, name, _ in own:
+        if isinstance(one, torch.jit.ScriptModule):
+            raise Error(
+                f"parameter '{name}' is of a TorchScript module, which cannot show one part at one time and the whole at another; put its"
+                " parameters into ignored_params, or do not script it"
+            )
+    for one, name, parameter in own:
         sharded = sharded_of(parameter)  # by another unit that it is tied to
         if sharded is None:
             sharded = _shard(parameter, name, cut, device, mp_policy, shard_placement_fn)

@@ -15,7 +15,7 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
-from plumb.deepspeed import schedules, utils
+from plumb.deepspeed import schedules, utils, zero
 from plumb.deepspeed.config import Config
 
 HIDDEN = 12
@@ -125,6 +125,11 @@ def test_every_stage_trains_as_one_process_would(stage: int) -> None:
 
 
 # ---- the meaning of its words
+
+
+def test_scripted_modules_stay_whole_under_stage_3() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    assert zero.units_of(model, Config(config_of(stage=3), 1)) == [model[1]]
 
 
 def test_what_a_forward_returns_may_be_changed_in_place() -> None:

@@ -173,6 +173,17 @@ def frozen_weights_of_8_bits_beside_others() -> None:
     torch.testing.assert_close(gradient.full_tensor(), reference.large.grad)
 
 
+@case
+def scripted_modules_are_refused_or_left_out() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    with pytest.raises(plumb.Error, match="'0.weight' is of a TorchScript module"):
+        plumb.fully_shard(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    plumb.fully_shard(model, ignored_params=set(model[0].parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    assert isinstance(model[1].weight.grad, DTensor)
+
+
 # ---- the meta device
 
 

@@ -147,6 +147,8 @@ def units_of(model: nn.Module, config: "Config") -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def walk(name: str, module: nn.Module, in_list: bool) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # takes no hooks: it stays whole
         whole = in_list or getattr(module, _LEAF, False) or isinstance(module, nn.MultiheadAttention)
         whole = whole or name in names or (bool(suffixes) and name.endswith(suffixes))
         if whole and next(module.parameters(), None) is not None:
