@@ -259,10 +259,10 @@ def test_every_generator_of_every_rank_goes_on(tmp_path: Path) -> None:
     saved = plumb.spawn(drawn_after, 2, (str(tmp_path), True))
     assert plumb.spawn(drawn_after, 2, (str(tmp_path), False)) == saved
     assert plumb.spawn(drawn_after, 1, (str(tmp_path), False)) == saved[:1]
-    # A rank that was not there before draws numbers of its own, the same each time.
-    three = plumb.spawn(drawn_after, 3, (str(tmp_path), False))
-    assert three[:2] == saved and len({number for rank in three for draw in rank for number in draw}) == 27
-    assert plumb.spawn(drawn_after, 3, (str(tmp_path), False)) == three
+    # Ranks that were not there before draw numbers of their own, the same each time.
+    four = plumb.spawn(drawn_after, 4, (str(tmp_path), False))
+    assert four[:2] == saved and len({number for rank in four for draw in rank for number in draw}) == 36
+    assert plumb.spawn(drawn_after, 3, (str(tmp_path), False)) == four[:3]
 
 
 def refused_by_one(folder: str) -> tuple[str, bool, object]:
