@@ -130,6 +130,13 @@ std::string list(const std::vector<int>& ranks) {
   return text;
 }
 
+Error lost_store(int rank, const std::exception& why) {
+  return Error(rank,
+               "lost the store where the ranks meet before all had joined: rank 0 (or the launcher that serves it) "
+               "ended first, and its own message tells why [" +
+                   first_line(why.what()) + "]");
+}
+
 }  // namespace
 
 bool await_key(c10d::Store& store, const std::string& key, int rank, Clock::time_point end) {
@@ -144,10 +151,7 @@ bool await_key(c10d::Store& store, const std::string& key, int rank, Clock::time
   try {  // once more, so that a store that is gone (with whoever serves it) is not taken for a rank that is missing
     return store.check({key});
   } catch (const std::exception& e) {
-    throw Error(rank,
-                "lost the store where the ranks meet before all had joined: rank 0 (or the launcher that serves it) "
-                "ended first, and its own message tells why [" +
-                    first_line(e.what()) + "]");
+    throw lost_store(rank, e);
   }
 }
 
@@ -248,7 +252,18 @@ void Rendezvous::claim() {
          place_.size + 1);
 }
 
+// The store may go at any moment, with whoever serves it.
 void Rendezvous::settle() {
+  try {
+    agree();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& e) {
+    throw lost_store(place_.rank, e);
+  }
+}
+
+void Rendezvous::agree() {
   claim();
   if (store_->add("arrived", 1) == place_.size) store_->compareSet(verdict_key, std::string(), settled);
   if (!await_key(*store_, verdict_key, place_.rank, end_)) {

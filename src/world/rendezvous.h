@@ -38,6 +38,7 @@ class Rendezvous {
 
  private:
   c10::intrusive_ptr<c10d::Store> connect(const std::string& prefix);
+  void agree();
   void claim();
   [[noreturn]] void object(const std::string& text, int expected);
   [[noreturn]] void refuse(const std::string& text, int expected);

@@ -57,7 +57,6 @@ class TcpBackend final : public c10d::Backend {
   using Spans = std::function<Sockets::Span(int rank)>;
   void exchange(TcpCall& call, uint64_t label, const Spans& from, const Spans& into);
   int peer(int rank) const;
-  Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) const;
 
   const arguments::Checker check_{"the tcp backend", rank_, size_};
   const std::shared_ptr<TcpCalls> calls_;
@@ -131,7 +130,7 @@ c10::intrusive_ptr<Work> TcpBackend::allreduce(std::vector<at::Tensor>& tensors,
   const at::Tensor tensor = check_.one(tensors);
   check_.contiguous_on_cpu(tensor);
   const at::ScalarType dtype = tensor.scalar_type();
-  const Reduction reduction = reduction_of(opts.reduceOp, dtype);
+  const Reduction reduction = check_.reduction(opts.reduceOp, dtype);
   const int64_t width = tensor.element_size();
   char* const base = static_cast<char*>(tensor.data_ptr());
   // The part of a rank, in elements, of a slice.
@@ -199,7 +198,7 @@ c10::intrusive_ptr<Work> TcpBackend::_reduce_scatter_base(at::Tensor& output, at
   check_.divide(input, output);
   check_.contiguous_on_cpu(input);
   check_.contiguous_on_cpu(output);
-  const Reduction reduction = reduction_of(opts.reduceOp, output.scalar_type());
+  const Reduction reduction = check_.reduction(opts.reduceOp, output.scalar_type());
   const size_t bytes = output.nbytes();
   const auto row = [bytes](const at::Tensor& of, int r) {
     return Sockets::Span{of, static_cast<char*>(of.data_ptr()) + static_cast<size_t>(r) * bytes, bytes};
@@ -300,23 +299,6 @@ Lane TcpBackend::lane_of(int tag) {
   if ((tag & kGatherTag) == 0) return Lane::control;
   calls_->need_thread();
   return Lane::gather;
-}
-
-// Refused here, before anybody waits for it.
-Reduction TcpBackend::reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype) const {
-  const auto known = arguments::reduction_of(op);
-  if (!known) throw Error(rank_, "the tcp backend reduces by sum, avg, max and min only");
-  const void* in = nullptr;
-  void* out = nullptr;
-  try {
-    reduce_in_order({&in, 1}, {&out, 1}, 0, dtype, *known);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception&) {
-    throw Error(rank_,
-                std::string("the tcp backend does not reduce ") + c10::toString(dtype) + "; reduce a numeric dtype");
-  }
-  return *known;
 }
 
 int TcpBackend::peer(int rank) const {
