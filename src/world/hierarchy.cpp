@@ -134,6 +134,7 @@ class HierarchyBackend final : public Hierarchy {
   c10::intrusive_ptr<Work> start(c10d::OpType type, Steps steps);
 
   bool first() const { return rank_ == begin_; }
+  Works sum_inside(const at::Tensor& input, const at::Tensor& sum, Reduction reduction);
   Works in_memory(const std::shared_ptr<ShmRing>& ring, ShmCall call) const {
     if (!ring) return {};
     return {ring->issue(std::move(call), timeout_)};
@@ -242,6 +243,16 @@ c10d::ReduceOp::RedOpType operation_of(Reduction reduction) {
                                            : c10d::ReduceOp::SUM;
 }
 
+// Of this machine's ranks, on its first.
+Works HierarchyBackend::sum_inside(const at::Tensor& input, const at::Tensor& sum, Reduction reduction) {
+  return in_memory(to_first_, {.verb = Verb::all_reduce,
+                               .reduction = reduction,
+                               .reader = 0,
+                               .input = input,
+                               .output = sum,
+                               .numel = input.numel()});
+}
+
 c10::intrusive_ptr<Work> HierarchyBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceOptions& opts) {
   const at::Tensor tensor = check_.one(tensors);
@@ -250,14 +261,7 @@ c10::intrusive_ptr<Work> HierarchyBackend::allreduce(std::vector<at::Tensor>& te
   const Reduction reduction = on_the_way(asked);
   const at::Tensor wide = widened(tensor);
   Steps steps;
-  steps.inside = [=, this] {
-    return in_memory(to_first_, {.verb = Verb::all_reduce,
-                                 .reduction = reduction,
-                                 .reader = 0,
-                                 .input = wide,
-                                 .output = wide,
-                                 .numel = wide.numel()});
-  };
+  steps.inside = [=, this] { return sum_inside(wide, wide, reduction); };
   steps.between = [=, this]() -> Works {
     const int64_t others = tiers_.machines() - 1;
     wire_->sent(cargo_, 2, 2 * others, 2 * others * static_cast<int64_t>(wide.nbytes()) / tiers_.machines());
@@ -290,14 +294,7 @@ c10::intrusive_ptr<Work> HierarchyBackend::_reduce_scatter_base(at::Tensor& outp
   const at::Tensor received =
       first() ? at::empty({static_cast<int64_t>(tiers_.machines()) * local_ * row}, dtype) : at::Tensor();
   Steps steps;
-  steps.inside = [=, this] {
-    return in_memory(to_first_, {.verb = Verb::all_reduce,
-                                 .reduction = reduction,
-                                 .reader = 0,
-                                 .input = wide,
-                                 .output = sum,
-                                 .numel = wide.numel()});
-  };
+  steps.inside = [=, this] { return sum_inside(wide, sum, reduction); };
   steps.between = [=, this]() -> Works {
     std::vector<int64_t> sent, expected(tiers_.machines(), local_ * row);
     for (int m = 0; m < tiers_.machines(); ++m) sent.push_back(tiers_.ranks_on(m) * row);

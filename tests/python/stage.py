@@ -75,6 +75,17 @@ class Play:
 Program = Callable[[Play], Iterator[Any]]
 
 
+def one_step(i: int) -> Program:
+    """The smallest program: a backward, a step."""
+
+    def program(play: Play) -> Iterator[Any]:
+        play.backward(play.loss(i))
+        yield STEP
+        yield ZERO
+
+    return program
+
+
 def reference(model: nn.Module, program: Program, size: int, optimizer: torch.optim.Optimizer) -> None:
     """One process: every rank's part of the program up to the next yield, then what they yield."""
     running = [program(Play(model, rank, size, 1 / size)) for rank in range(size)]

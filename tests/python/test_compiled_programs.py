@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import plumb
 from plumb import compiled
 from programs import ROWS
-from stage import STEP, WIDTH, ZERO, Block, Net, Play, distance, make
+from stage import STEP, WIDTH, ZERO, Block, Net, Play, distance, make, one_step, reference, trained
 from test_compiled import AOT_EAGER, compare, engine_for
 
 by_operator = functools.partial(torch.compile, backend=AOT_EAGER)
@@ -211,14 +211,8 @@ def averaged(strategy: str) -> tuple[float, float]:
     with engine_for(model, strategy, world) as engine:
         seen = by_operator(model)
         for i in range(3):
-            Play(seen, world.rank, 2, 1.0, engine).loss(i).backward()
-            engine.step()
-            engine.zero_grad()
-            for rank in range(2):
-                part = Play(twin, rank, 2, 0.5)
-                part.backward(part.loss(i))
-            optimizer.step()
-            optimizer.zero_grad()
+            trained(seen, one_step(i), engine)
+            reference(twin, one_step(i), 2, optimizer)
             with engine.gathered(model), torch.no_grad():
                 average = average if average is not None else copy.deepcopy(seen)
                 other = other if other is not None else copy.deepcopy(twin)
@@ -250,14 +244,8 @@ def engine_after_engine() -> list[float]:
     far = []
     for i, strategy in enumerate(["zero3", "ddp", "zero3", "zero2"]):
         with engine_for(model, strategy, world) as engine:
-            Play(seen, world.rank, 2, 1.0, engine).loss(i).backward()
-            engine.step()
-            engine.zero_grad()
-            for rank in range(2):
-                part = Play(twin, rank, 2, 0.5)
-                part.backward(part.loss(i))
-            optimizer.step()
-            optimizer.zero_grad()
+            trained(seen, one_step(i), engine)
+            reference(twin, one_step(i), 2, optimizer)
             far.append(distance(engine, model, twin))
     for one in (seen, twin):
         Play(one, 0, 1, 1.0).loss(0).backward()

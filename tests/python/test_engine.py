@@ -14,7 +14,7 @@ from torch import nn
 
 import plumb
 from programs import plain
-from stage import Block, Net, Play, compare, distance, make
+from stage import Block, Net, Play, compare, distance, make, one_step, reference, trained
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
 
@@ -259,14 +259,8 @@ def chosen(units: Any, tied: bool) -> float:
     engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=units)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for step in range(2):
-        Play(model, engine.world.rank, 2, 1.0).loss(step).backward()
-        engine.step()
-        engine.zero_grad()
-        for rank in range(2):
-            other = Play(twin, rank, 2, 0.5)
-            other.backward(other.loss(step))
-        optimizer.step()
-        optimizer.zero_grad()
+        trained(model, one_step(step), engine)
+        reference(twin, one_step(step), 2, optimizer)
     assert engine.gathered_bytes == 0
     far = distance(engine, model, twin)
     engine.close()

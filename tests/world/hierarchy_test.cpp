@@ -15,6 +15,7 @@
 #include "plumb/error.h"
 #include "world/shm_heap.h"
 #include "world/support/drill.h"
+#include "world/support/threads.h"
 #include "world/tcp.h"
 
 namespace plumb::testing {
@@ -32,34 +33,20 @@ std::vector<std::string> on_machines(const std::vector<int>& ranks, const Body& 
   for (const int count : ranks) tiers.first.push_back(tiers.size() + count);
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   const auto keys = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
-  std::vector<std::string> thrown(tiers.size());
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < tiers.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const int machine = tiers.machine_of(rank);
-        HierarchyOptions options{.tiers = tiers, .rank = rank, .address = "127.0.0.1"};
-        std::string why_not;
-        if (tiers.ranks_on(machine) > 1) {
-          const auto own = keys("heap " + std::to_string(machine));
-          options.heap = ShmHeap::meet(*own, rank - tiers.first[machine], tiers.ranks_on(machine), why_not);
-          if (!options.heap) throw Error(rank, why_not);
-        }
-        options.flat = make_tcp_backend(keys("flat"), rank, tiers.size(), "127.0.0.1", options.patience);
-        options.wire = std::make_shared<Wire>();
-        const auto wire = options.wire;
-        body(rank, make_hierarchy(keys("tiers"), options), *wire);
-      } catch (const std::exception& e) {
-        thrown[rank] = e.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return thrown;
-}
-
-void expect_all_well(const std::vector<std::string>& thrown) {
-  for (const auto& text : thrown) EXPECT_EQ(text, "");
+  return on_threads(tiers.size(), [&](int rank) {
+    const int machine = tiers.machine_of(rank);
+    HierarchyOptions options{.tiers = tiers, .rank = rank, .address = "127.0.0.1"};
+    std::string why_not;
+    if (tiers.ranks_on(machine) > 1) {
+      const auto own = keys("heap " + std::to_string(machine));
+      options.heap = ShmHeap::meet(*own, rank - tiers.first[machine], tiers.ranks_on(machine), why_not);
+      if (!options.heap) throw Error(rank, why_not);
+    }
+    options.flat = make_tcp_backend(keys("flat"), rank, tiers.size(), "127.0.0.1", options.patience);
+    options.wire = std::make_shared<Wire>();
+    const auto wire = options.wire;
+    body(rank, make_hierarchy(keys("tiers"), options), *wire);
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> all_reduce(c10d::Backend& backend, const at::Tensor& tensor) {

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "world/support/drill.h"
+#include "world/support/threads.h"
 
 namespace plumb::testing {
 namespace {
@@ -34,23 +35,7 @@ constexpr std::chrono::microseconds kPatience{50};
 // Runs `body` on `size` threads, each with a backend. Returns what each threw.
 std::vector<std::string> on_tcp(int size, const std::function<void(int rank, const BackendPtr& backend)>& body,
                                 const c10::intrusive_ptr<c10d::Store>& store = c10::make_intrusive<c10d::HashStore>()) {
-  std::vector<std::string> thrown(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank, make_tcp_backend(store, rank, size, "127.0.0.1", kPatience));
-      } catch (const std::exception& e) {
-        thrown[rank] = e.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return thrown;
-}
-
-void expect_all_well(const std::vector<std::string>& thrown) {
-  for (const auto& text : thrown) EXPECT_EQ(text, "");
+  return on_threads(size, [&](int rank) { body(rank, make_tcp_backend(store, rank, size, "127.0.0.1", kPatience)); });
 }
 
 WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor) {

@@ -5,11 +5,11 @@
 
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "plumb/error.h"
 #include "world/shm_ring.h"
+#include "world/support/threads.h"
 
 namespace plumb::testing {
 
@@ -27,26 +27,12 @@ inline std::vector<std::string> on_threads(int size,
                                            const std::function<void(int rank, ShmHeap& heap, const ShmGroups&)>& body,
                                            std::chrono::milliseconds timeout = std::chrono::milliseconds(60'000)) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::string> thrown(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        std::string why_not;
-        const auto heap = ShmHeap::meet(*store, rank, size, why_not);
-        if (!heap) throw Error(rank, why_not);
-        body(rank, *heap, [&](int64_t serial) { return make_shm_backend(heap, *store, serial, timeout); });
-      } catch (const std::exception& e) {
-        thrown[rank] = e.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return thrown;
-}
-
-inline void expect_all_well(const std::vector<std::string>& thrown) {
-  for (const auto& text : thrown) EXPECT_EQ(text, "");
+  return on_threads(size, [&](int rank) {
+    std::string why_not;
+    const auto heap = ShmHeap::meet(*store, rank, size, why_not);
+    if (!heap) throw Error(rank, why_not);
+    body(rank, *heap, [&](int64_t serial) { return make_shm_backend(heap, *store, serial, timeout); });
+  });
 }
 
 inline c10::intrusive_ptr<c10d::Work> all_reduce(const c10::intrusive_ptr<c10d::Backend>& group,
