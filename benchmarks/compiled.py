@@ -6,8 +6,9 @@ Two ranks of one thread on this machine, a small GPT, AdamW; first what replicat
 holds all variants of a group, and they take their steps in turn: a round is a few steps of each, and a round's time of a variant
 is divided by that of the group's first in the same round, so that a busy machine slows all alike. Printed are the median
 times; the medians and quartiles of those ratios; and both by the processor's clock, which counts what all threads of a rank
-did and nothing that it waited. ``--memory`` instead runs each variant in processes of its own and prints what a step takes at most
-above what the process has between steps.
+did and nothing that it waited. ``--host`` takes a model so small that hardly anything but the host's work is left. ``--memory``
+instead runs each variant in processes of its own and prints what a step takes at most above what the process has between steps. ``--device
+cuda`` has one rank, on a GPU.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ import torch.distributed as dist
 from torch import nn
 
 import plumb
-from torch_peers import ADAMW, Block, Gpt, deepspeed, fsdp2, with_optimizer
+from torch_peers import ADAMW, Block, Gpt, deepspeed, fsdp2, plain, with_optimizer
 
 Step = tuple[Any, Callable[[torch.Tensor], None], Callable[[], None]]
 
 
 class Model(Gpt):  # type: ignore[misc]
     LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 6, 4, 256, 64, 512
+
+    @classmethod
+    def shrink(cls) -> None:
+        """So that a step is nearly all the host's work."""
+        cls.HEADS, cls.WIDTH, cls.CONTEXT, cls.VOCABULARY = 2, 16, 8, 32
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -89,6 +95,8 @@ REPLICATED: dict[str, Callable[[Any], Step]] = {
     "plumb.DistributedDataParallel, compiled": lambda module: compiled(face(module)),
     "torch DDP, compiled": lambda module: compiled(ddp(module)),
     "torch DDP, eager": ddp,
+    "each rank alone, compiled": lambda module: compiled(plain(module)),
+    "each rank alone, eager": plain,
     "plumb zero2, compiled": lambda module: compiled(engine(module, "zero2")),
     "DeepSpeed 2, compiled": deepspeed_compiled(2),
 }
@@ -105,15 +113,21 @@ SHARDED: dict[str, Callable[[Any], Step]] = {
 
 GROUPS = {"replicated": REPLICATED, "sharded": SHARDED}
 CLOCKS = (time.perf_counter, time.process_time)
+DEVICE = os.environ.get("PLUMB_BENCH_DEVICE", "cpu")  # of this process and of its ranks, which read the same
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class Variant:
     def __init__(self, build: Callable[[Any], Step]) -> None:
         torch._dynamo.reset()
         torch.manual_seed(1)
-        module = Model()
+        module = Model().to(DEVICE)
         torch.manual_seed(100 + dist.get_rank())
-        self.batches, self.done = Model.batches(), 0
+        self.batches, self.done = Model.batches().to(DEVICE), 0
         self.model, self.backward, self.finish = build(module)
         self.times: list[tuple[float, ...]] = []  # per step, by each of the clocks
 
@@ -126,9 +140,11 @@ class Variant:
 
     def round(self, steps: int) -> None:
         dist.barrier()
+        synchronize()
         start = [clock() for clock in CLOCKS]
         for _ in range(steps):
             self.step()
+        synchronize()
         self.times.append(tuple((clock() - before) / steps for clock, before in zip(CLOCKS, start, strict=True)))
 
 
@@ -136,7 +152,7 @@ def begin() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     torch._dynamo.config.recompile_limit = 64
 
 
@@ -176,6 +192,12 @@ def most_memory(group: str, name: str) -> float:
     variant = Variant(GROUPS[group][name])
     for _ in range(4):
         variant.step()
+    if DEVICE == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            variant.step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     between = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak
@@ -193,19 +215,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", default="plumb;torch;FSDP2;DeepSpeed")
+    parser.add_argument("--only", default="plumb;torch;alone;FSDP2;DeepSpeed")
     parser.add_argument("--group", choices=GROUPS)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one rank on one GPU")
     options = parser.parse_args()
+    os.environ["PLUMB_BENCH_DEVICE"] = options.device
+    ranks, method = (1, "spawn") if options.device == "cuda" else (2, None)
+    if options.host:
+        Model.shrink()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.memory and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
     for group in GROUPS if options.group is None else [options.group]:
         if options.memory:
             for name in wanted(group, options.only):
-                print(f"{name:42s} {max(plumb.spawn(most_memory, 2, (group, name), timeout=1000)):8.1f} MB", flush=True)
+                print(f"{name:42s} {max(plumb.spawn(most_memory, ranks, (group, name), timeout=1000, method=method)):8.1f} MB", flush=True)
             continue
-        times, losses = plumb.spawn(measure, 2, (group, options.rounds, options.steps, options.only), timeout=3000)[0]
+        times, losses = plumb.spawn(measure, ranks, (group, options.rounds, options.steps, options.only), timeout=3000, method=method)[0]
         first = next(iter(times))
         for name, rounds in times.items():
             columns = []

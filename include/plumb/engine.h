@@ -16,6 +16,7 @@
 #include <plumb/optim.h>
 #include <plumb/save.h>
 #include <plumb/strategy.h>
+#include <plumb/trace.h>
 #include <plumb/world.h>
 
 #include <ATen/core/Tensor.h>
@@ -248,6 +249,9 @@ class Engine {
   LoadInfo load_weights(const std::string& path, const LoadOptions& options = {});
 
   int64_t steps() const;  // taken so far, by the runs before this one too
+
+  // Writes to `path`, on rank 0, what every rank of this engine's world does until the trace is stopped. Collective.
+  [[nodiscard]] Trace trace(const std::string& path);
 
   // In deterministic mode, what a share's mean loss counts: ranks / virtual_ranks. A rank's backwards of one step add up,
   // and only with this weight is the sum over all shares their mean, the same on every number of ranks. Otherwise 1.

@@ -1,4 +1,4 @@
-// Everything: the world, the engine, units, checkpointing, the optimizers, checkpoints.
+// Everything: the world, the engine, units, checkpointing, the optimizers, checkpoints, traces.
 #pragma once
 
 #include <plumb/checkpoint.h>
@@ -7,5 +7,6 @@
 #include <plumb/optim.h>
 #include <plumb/save.h>
 #include <plumb/strategy.h>
+#include <plumb/trace.h>
 #include <plumb/unit.h>
 #include <plumb/world.h>

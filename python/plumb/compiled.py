@@ -12,12 +12,15 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._subclasses.meta_utils as _descriptions
+from torch._compile import _disable_dynamo
 
 from . import _C, compiled_units
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Whether gradients are delivered inside of the backwards that are compiled from now on.
 deliver_inside = True
@@ -236,6 +239,17 @@ def aot_eager_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) 
 
 _installed = False
 _kept_out = False
+
+
+def outside(reason: str) -> Callable[[F], F]:
+    """Of what a compiled graph breaks around; where it may not break, torch's error gives this ``reason``."""
+
+    def apart(function: F) -> F:
+        run: Any = _disable_dynamo(function)
+        run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason
+        return run  # type: ignore[no-any-return]
+
+    return apart
 
 
 def _keep_out() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _C, units
+from . import _C, replaced, units
 
 _REASON = (
     "plumb gathers and releases a unit's sharded parameters around its forward, outside of compiled graphs:"
@@ -123,6 +123,8 @@ def install() -> None:
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    skip_code(replaced._notice.__code__)
+    skip_code(replaced._notice_module.__code__)
     disable: Any = torch._dynamo.disable
     if not hasattr(functorch, "joint_custom_pass"):
         for hook in (units._Enter, units._Leave):

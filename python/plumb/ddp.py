@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel as _Torchs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import compiled
 from ._C import Error
 from .ddp_reducer import JoinHook, Logger, Reducer
+from .ddp_steps import Steps
 from .engine import Engine
-from .world import world
+from .world import check_processes, world
 
 _TORCHS = frozenset(inspect.signature(_Torchs).parameters)  # the arguments that this torch knows
 _wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()
@@ -53,6 +55,7 @@ class DistributedDataParallel(_Torchs):
     """
 
     _engine: Engine | None
+    _steps: Steps
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class DistributedDataParallel(_Torchs):
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise Error(f"DistributedDataParallel wraps a module; this is a {type(module).__name__}")
+        check_processes()
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
         # Which rank's values: everybody's own, if the user says that they agree.
@@ -126,7 +130,7 @@ class DistributedDataParallel(_Torchs):
             self._build_engine()
             if self._takes_first_ranks_buffers and self.modules_buffers:
                 self._default_broadcast_coalesced()
-        self._forwards = 0
+        self._forwards = self._looks = 0
 
     @property
     def engine(self) -> Engine:
@@ -162,8 +166,9 @@ class DistributedDataParallel(_Torchs):
             with torch.no_grad():
                 for (_, parameter), value in zip(named, kept, strict=True):
                     parameter.copy_(value)
+        steps = Steps(engine, [parameter for _, parameter in named])
         for wrapper in (self, *before):
-            wrapper.__dict__["_engine"] = engine
+            wrapper.__dict__.update(_engine=engine, _steps=steps)
         for hook, state in self.__dict__.get("_comm_hooks", []):
             engine._engine.use_hook(state, _checked(hook))
         _wrappers.add(self)
@@ -180,11 +185,13 @@ class DistributedDataParallel(_Torchs):
             self._forwards += 1
         return super()._pre_forward(*inputs, **kwargs)
 
-    def _check_parameters(self) -> None:
-        """Now and then: a parameter that came after wrapping would be trained by each rank for itself."""
+    def _check_parameters(self, stepped: Container[int] | None = None) -> None:
+        """Now and then: a parameter that came after wrapping would be trained by each rank for itself. ``stepped``: by whom it is."""
         known = {id(parameter) for parameter in self._module_parameters}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                if stepped is not None and id(parameter) not in stepped:
+                    continue
                 if _inside_functional_call():  # other tensors in the parameters' places, for this forward only
                     return
                 raise Error(f"parameter '{name}' came into the model after it was wrapped, and nobody would reduce its gradient; wrap again")
@@ -260,8 +267,15 @@ class DistributedDataParallel(_Torchs):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that ran out of inputs: takes part in everybody's backwards, with nothing."""
-        return JoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        hook = JoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        if not self.engine.closed:  # a copy builds its own now
+            self._steps.suspend()
+        return hook
 
+    @compiled.outside(
+        "plumb.DistributedDataParallel sends its buffers around a forward, outside of compiled graphs: compile without"
+        " fullgraph=True, or wrap with broadcast_buffers=False"
+    )
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         super()._sync_module_buffers(authoritative_rank)
         self.reducer.wait_for_buffers()
@@ -293,7 +307,7 @@ class DistributedDataParallel(_Torchs):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state["_engine"] = None
+        state["_engine"] = state["_steps"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -320,17 +334,25 @@ def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _reduce_what_is_held(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A step on gradients of backwards that were all inside no_sync would leave each rank with parameters of its own."""
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """What would leave each rank with parameters of its own: gradients of backwards that were all inside no_sync are reduced
+    first; parameters that came after wrapping are an Error, also where a compiled forward did not look at them."""
     stepped: set[int] | None = None
     for wrapper in list(_wrappers):
         engine = wrapper._engine
-        if engine is None or engine.closed or not engine._engine.holds:
+        if engine is None or engine.closed:
+            continue
+        looks = wrapper._looks < 3 or wrapper._looks % 64 == 0
+        wrapper._looks += 1
+        if not looks and not engine._engine.holds and not engine._replaced:
             continue
         if stepped is None:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in stepped for parameter in wrapper._module_parameters):
+        engine._replaced.check(stepped)
+        if looks:
+            wrapper._check_parameters(stepped)
+        if engine._engine.holds and any(id(parameter) in stepped for parameter in wrapper._module_parameters):
             engine.step()
 
 
-register_optimizer_step_pre_hook(_reduce_what_is_held)
+register_optimizer_step_pre_hook(_before_step)

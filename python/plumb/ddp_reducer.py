@@ -120,6 +120,7 @@ class JoinHook(_DDPJoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         super().post_hook(is_last_joiner)
         self.ddp.reducer.divide_by(self.ddp.engine.world.size)
+        self.ddp._steps.resume()
 
 
 class Logger:
@@ -134,7 +135,9 @@ class Logger:
         pass
 
     def set_runtime_stats_and_log(self) -> None:
-        self._iteration += 1
+        # A number that a compiled forward counts on is a guard of its graph, which would be compiled again for every step.
+        if not torch.compiler.is_compiling():
+            self._iteration += 1
 
     def set_error_and_log(self, error: str) -> None:
         self._said.update(has_error=1, error=error)

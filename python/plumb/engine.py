@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ContextManager, Union
@@ -14,18 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C, compiled, optim, save as _save, units as _units
-from ._C import Error, LoadInfo, LossScale, Mesh, ParameterGroup, Schedule, StepInfo, World
+from . import _C, compiled, given as _given, optim, save as _save, units as _units
+from ._C import Error, LoadInfo, LossScale, Mesh, Schedule, StepInfo, World
 from .deferred import fill
-from .replaced import Replaced
+from .given import Group
+from .replaced import Newcomers, Replaced
 from .world import of_mesh, remember
-from .world import world as _world
 
 Named = Iterable[tuple[str, torch.Tensor]]
 AnyOptimizer = Union[_C.AdamW, _C.SGD, torch.optim.Optimizer, None]
-#: By names, by a regular expression over names, or by a predicate over them.
-Match = Union[Sequence[str], str, Callable[[str], bool]]
-Group = Union[ParameterGroup, dict[str, Any]]
 _NONFINITE = {"continue": _C.NonFinite.proceed, "skip": _C.NonFinite.skip, "error": _C.NonFinite.error}
 
 
@@ -99,7 +95,7 @@ class Engine:
         module = model if isinstance(model, nn.Module) else None
         if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             world = self._fill(module, strategy, units, mesh, world)
-        named = _named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
@@ -109,12 +105,12 @@ class Engine:
                 raise Error("a DeviceMesh says which ranks take part; leave world= out")
             self.world, mesh = of_mesh(mesh)
         else:
-            self.world = _world_of(world, named)
+            self.world = _given.world_of(world, named)
 
         try:
             options = _C.Options()
             options.strategy = strategy
-            options.mesh = _mesh(mesh)
+            options.mesh = _given.mesh(mesh)
             if bucket_bytes is not None:
                 options.bucket_bytes = bucket_bytes
             if first_bucket_bytes is not None:
@@ -122,13 +118,13 @@ class Engine:
             options.accumulate_dtype = accumulate_dtype
             options.master_weights = not _is_torchs(optimizer) if master_weights is None else master_weights
             options.clip_norm = clip_norm
-            options.loss_scale = _loss_scale(loss_scale)
+            options.loss_scale = _given.loss_scale(loss_scale)
             if nonfinite not in _NONFINITE:
                 raise Error(f"nonfinite is {nonfinite!r}; it is one of {', '.join(_NONFINITE)}")
             options.nonfinite = _NONFINITE[nonfinite]
             if schedule is not None:
                 options.schedule = schedule
-            options.groups = [_group(group, named) for group in groups]
+            options.groups = [_given.group(group, named) for group in groups]
             options.hold_unsharded = hold_unsharded
             if gather_ahead_bytes is not None:
                 options.gather_ahead_bytes = gather_ahead_bytes
@@ -166,7 +162,7 @@ class Engine:
                 raise Error(
                     f"the optimizer is a {type(optimizer).__name__}; expected plumb.AdamW, plumb.SGD, a torch.optim object or None"
                 )
-            named_buffers = _named(buffers, "buffers")
+            named_buffers = _given.named(buffers, "buffers")
         except Exception as error:
             if self.world.size > 1:  # the others are waiting to build theirs
                 with contextlib.suppress(Exception):
@@ -176,14 +172,21 @@ class Engine:
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
         self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
         remember(self)
-        self._replaced = Replaced(named, self.world.rank)
+        replaced = self._replaced = Replaced(named, self.world.rank)
+        newcomers = None if module is None else Newcomers(module, replaced.knows, self.world.rank)
+
+        def check_model() -> None:
+            replaced.check()
+            if newcomers is not None:
+                newcomers.check()
+
+        self._check_model = check_model
         for door, (unit, parameters) in zip(doors, own, strict=True):
             self._handles += _units.hook(unit, door, parameters)
         if own:
             compiled.forget_graphs()
         if isinstance(optimizer, torch.optim.Optimizer):
-            replaced = self._replaced
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: replaced.check()))
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
             if owns:
                 self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
             else:
@@ -199,7 +202,7 @@ class Engine:
     ) -> World | dist.ProcessGroup | None:
         """Gives a model of the meta device its values, on torch's default device; the world to go on with."""
         device = torch.get_default_device()
-        place, axes = of_mesh(mesh) if isinstance(mesh, DeviceMesh) else (_world_of(world, []), _mesh(mesh))
+        place, axes = of_mesh(mesh) if isinstance(mesh, DeviceMesh) else (_given.world_of(world, []), _given.mesh(mesh))
         sharded = _C.sharded(strategy, axes, place.size)[0]
         fill(module, _units.choose(module, units) if sharded else [], place, device)
         return world if isinstance(mesh, DeviceMesh) else place
@@ -260,7 +263,7 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     closure()
-            self._replaced.check()
+            self._check_model()
             return self._engine.step()
         assert isinstance(self.optimizer, torch.optim.Optimizer)
         self._engine  # noqa: B018  (an Error if it was closed)
@@ -404,6 +407,21 @@ class Engine:
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._parameters}
 
+    # ---- where time goes
+
+    def trace(self, path: str | os.PathLike[str]) -> _C.Trace:
+        """From now on, what every rank does when: for Perfetto and chrome://tracing, in a file that rank 0 writes at the end.
+
+        As a context, or until ``stop()``, which returns where the time of each rank's steps went (``TimeSpent``, seconds per
+        step). Every rank calls both. A context that an exception leaves writes nothing.
+
+            with engine.trace("steps.json") as trace:
+                for batch in batches:
+                    ...
+            print(trace.stop()[engine.world.rank])
+        """
+        return _C.Trace(self._engine, os.fspath(path))
+
     # ---- its end
 
     def close(self) -> None:
@@ -446,66 +464,3 @@ def _is_torchs(optimizer: AnyOptimizer) -> bool:
 
 def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
-    result = []
-    try:
-        for name, tensor in pairs:
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise TypeError
-            result.append((_uncompiled(name), tensor))
-    except (TypeError, ValueError):
-        raise Error(
-            f"the engine's {what} are a {type(pairs).__name__}; expected a module, or pairs of a name and a tensor"
-            " (module.named_parameters())"
-        ) from None
-    for name, tensor in result:
-        if tensor.is_meta:
-            raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
-    return result
-
-
-def _uncompiled(name: str) -> str:
-    """Without what torch.compile puts into names: compiled or not, a model has the same checkpoints."""
-    return name.replace("_orig_mod.", "")
-
-
-def _world_of(given: World | dist.ProcessGroup | None, named: list[tuple[str, torch.Tensor]]) -> World:
-    if isinstance(given, World):
-        return given
-    if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
-        raise Error(f"the world is a {type(given).__name__}; expected a plumb.World or a process group of torch.distributed")
-    return _world(given, device=named[0][1].device.type if named else "cpu")
-
-
-def _mesh(mesh: Mesh | tuple[int, int] | None) -> Mesh:
-    if mesh is None:
-        return Mesh()
-    if isinstance(mesh, tuple):
-        return Mesh(replicate=mesh[0], shard=mesh[1])
-    return mesh
-
-
-def _loss_scale(scale: LossScale | float | bool | None) -> LossScale | None:
-    if scale is None or scale is False:
-        return None
-    if scale is True:
-        return LossScale()
-    return scale if isinstance(scale, LossScale) else LossScale(float(scale))
-
-
-def _group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup:
-    if isinstance(group, ParameterGroup):
-        return group
-    unknown = set(group) - {"match", "lr", "weight_decay"}
-    if unknown or "match" not in group:
-        raise Error(f"a group has the keys {sorted(group)}; expected match, and lr or weight_decay")
-    match: Match = group["match"]
-    if callable(match):
-        names = {name for name, _ in named if match(name)}
-    elif isinstance(match, str):
-        names = {name for name, _ in named if re.search(match, name)}
-    else:
-        names = {_uncompiled(name) for name in match}
-    return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))

@@ -103,7 +103,8 @@ def fully_shard(
 
     unit = Unit(modules, mesh, mp_policy)
     unit.reshard_after_forward = None if reshard_after_forward is None else bool(reshard_after_forward)
-    own = list(_own(modules, ignored_params or set()))
+    unit.ignored = set(ignored_params or ())
+    own = list(_own(modules, unit.ignored))
     for one, name, _ in own:
         if isinstance(one, torch.jit.ScriptModule):
             raise Error(

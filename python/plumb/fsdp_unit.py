@@ -10,19 +10,27 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-from . import _C, compiled, optim
+from . import _C, compiled, optim, replaced
 from .sharded import Sharded, ShardedParameter
 from .world import of_mesh, remember
+
+
+_outside = compiled.outside(
+    "plumb.fully_shard puts whole parameters into a unit's modules before its forward, outside of compiled graphs: compile without"
+    " fullgraph=True, or each unit by itself (unit.compile(fullgraph=True)); plumb.Engine(model, strategy='zero3', units=...) has"
+    " a whole model in one graph"
+)
 
 
 class Unit:
@@ -34,6 +42,7 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.mesh, self.policy = mesh, policy
         self.parameters: list[Sharded] = []
+        self.ignored: set[nn.Parameter] = set()
         self.parent: Unit | None = None
         self.children: list[Unit] = []
         self.reshard_after_forward: bool | None = None  # None: unless it is the root
@@ -60,7 +69,8 @@ class Unit:
         """The engine, which is built at the first use; None where no unit has a parameter."""
         root = self.root
         if root.engine is None and any(unit.parameters for unit in root.all()):
-            root.engine = Engine(root)
+            with untransformed():
+                root.engine = Engine(root)
         return root.engine
 
     @property
@@ -74,12 +84,15 @@ class Unit:
 
     # ---- around a forward (the names are those that torch's register_fsdp_forward_method calls)
 
-    @_disable_dynamo  # a compiled model breaks its graph around units
+    @_outside
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         engine = self.ready()
         if engine is not None:
             if not engine.stack:
-                engine.begin_forward()
+                with untransformed():
+                    engine.begin_forward()
+            for parameter in self.parameters:
+                parameter.check_places()
             self.door.enter()
             self.entered += 1
             engine.stack.append(self)
@@ -91,7 +104,7 @@ class Unit:
         cast = _Cast(dtype)
         return tree_map(cast, args), tree_map(cast, kwargs)
 
-    @_disable_dynamo
+    @_outside
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         engine = self.root.engine
         if engine is not None:
@@ -136,6 +149,8 @@ class Unit:
             for place in parameter.places:
                 now = place.get()
                 if now is not None and (now is not parameter.sharded or not isinstance(now, ShardedParameter)):
+                    if not isinstance(now, nn.Parameter):
+                        raise place.taken()
                     parameter.adopt(now)
                     break
 
@@ -150,7 +165,8 @@ class Unit:
         if self.held or engine is None:
             return
         if not engine.stack:
-            engine.begin_forward()
+            with untransformed():
+                engine.begin_forward()
         self.keep(engine)
 
     def keep(self, engine: "Engine") -> None:
@@ -177,6 +193,14 @@ class _Cast:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != self.dtype:
             return value.to(self.dtype)
         return value
+
+
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """What the engine keeps is none of what a transform of torch.func runs over, and no tensor of an inference mode."""
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack() if transforms else contextlib.nullcontext():
+        yield
 
 
 _numbers = itertools.count()
@@ -214,6 +238,9 @@ class Engine:
         self._version = 0  # of all that, when every rank had it
         for one in self.parameters:
             one.moved = functools.partial(_forget_version, weakref.ref(self))
+        self._exchanged = False  # a module got something else in a parameter's place
+        replaced.watch(self)
+        self._newcomers = self._watch_newcomers(root, world.rank)
         compiled.watch()
         remember(self)
         self.whole = all(one.cut.shards == 1 for one in self.parameters)
@@ -264,6 +291,13 @@ class Engine:
             named.append((name, one.leaf))
         return named
 
+    def _watch_newcomers(self, root: Unit, rank: int) -> replaced.Newcomers | None:
+        ignored = set().union(*(unit.ignored for unit in self.units))
+        module = root.modules[0]()
+        if module is None:
+            return None
+        return replaced.Newcomers(module, lambda one: isinstance(one, ShardedParameter) or one in ignored, rank)
+
     def close(self) -> None:
         _engines.discard(self)
         if self._held is not None:
@@ -273,16 +307,25 @@ class Engine:
 
     # ---- forwards and backwards
 
+    def notice(self, module: nn.Module, attribute: str, old: torch.Tensor) -> None:
+        one: Sharded | None = getattr(old, "_sharded", None)
+        if one is not None and one.uses == 0 and one in self.parameters:
+            self._exchanged = True
+
     def begin_forward(self) -> None:
-        """Before the outermost module of a forward: what was written into the parameters is everybody's."""
+        """Before the outermost module of a forward: what was written into the parameters, or put in their places, is everybody's."""
+        if self._exchanged:
+            for unit in self.units:
+                unit.follow_places()
+            self._exchanged = False
         self.publish()
         for one in self.parameters:
             shown, leaf = one.sharded, one.leaf
             assert leaf is not None
             if leaf.requires_grad != shown.requires_grad:
                 leaf.requires_grad_(shown.requires_grad)
-            if one.factor != 1.0 or shown._post_accumulate_grad_hooks:
-                one.hook(_LeafHook(self, one))
+            if one.factor != 1.0 or shown._post_accumulate_grad_hooks or one.hooks:
+                self.look_at(one)
 
     def publish(self) -> None:
         if self._watched is not None and _C.versions(self._watched) == self._version:
@@ -341,10 +384,20 @@ class Engine:
             for hook in list((one.sharded._post_accumulate_grad_hooks or {}).values()):
                 hook(one.sharded)
 
+    def look_at(self, one: Sharded) -> None:
+        """Its gradients come by here in a backward, before they are reduced."""
+        one.hook(_LeafHook(self, one))
+
     def got(self, one: Sharded, gradient: torch.Tensor) -> torch.Tensor | None:
         if one.sharded._post_accumulate_grad_hooks and one not in self._touched:
             self._touched.append(one)
-        return gradient * one.factor if one.factor != 1.0 else None
+        changed = None
+        for hook in list(one.hooks.values()):
+            answer = hook(gradient if changed is None else changed)
+            changed = changed if answer is None else answer
+        if one.factor != 1.0:
+            changed = (gradient if changed is None else changed) * one.factor
+        return changed
 
     def reset(self) -> None:
         """After a forward that was left by an exception nobody told us of."""
@@ -358,6 +411,8 @@ class Engine:
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.abandon()
         self.reset()
+        if self._newcomers is not None:
+            self._newcomers.check()
         self.publish()
         for one in self.parameters:
             one.write_back()

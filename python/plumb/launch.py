@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ._C import Error, World, run_threads
+from ._C import Error, World, run_threads, settle_autograd
 from .world import as_thread, leave
 
 
@@ -130,6 +130,7 @@ def _rank(
     gc.freeze()  # what the caller left as garbage is not a rank's to collect: its threads did not come along
     os.environ.update(env)
     torch.set_num_threads(threads)
+    settle_autograd()  # before the function starts threads
     status = 0
     try:
         port = start.recv_bytes().decode()

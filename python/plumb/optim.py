@@ -97,14 +97,21 @@ def settings(optimizer: torch.optim.Optimizer, left: int = 0) -> list[tuple[str,
         ("the optimizer's class, groups and parameters (as a digest)", float(digest)),
     ]
     for g, group in enumerate(optimizer.param_groups):
-        for key in sorted(group):
-            value = group[key]
-            numbers = value if isinstance(value, (tuple, list)) else [value]
-            if key == "params":
-                continue
-            for number in numbers:
-                if isinstance(number, (bool, int, float)):
-                    values.append((f"{key} of the optimizer's group {g}", float(number)))
+        values += numbers_of(group, f"the optimizer's group {g}")
+    return values
+
+
+def numbers_of(group: dict[str, Any], where: str) -> list[tuple[str, float]]:
+    """Every number of a group, by name. A rate may be a tensor; one on a device is not waited for."""
+    values = []
+    for key in sorted(group):
+        value = group[key]
+        if key == "params":
+            continue
+        for number in value if isinstance(value, (tuple, list)) else [value]:
+            is_tensor = torch.is_tensor(number) and number.numel() == 1 and number.device.type == "cpu" and not number.is_complex()
+            if is_tensor or isinstance(number, (bool, int, float)):
+                values.append((f"{key} of {where}", float(number)))
     return values
 
 
@@ -177,10 +184,13 @@ class Whole:
         self.native.compare_settings(settings(self.optimizer, self.left))
         self.info = self.native.step()
         self.stepping = True
+        self.native.enter(updating=True)
         if self.info.skipped and self.groups is None:
             self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
 
     def _after(self) -> None:
+        if self.stepping:
+            self.native.enter(updating=False)
         self.stepping = False
         if self.groups is not None:
             _swap(self.optimizer, self.groups)

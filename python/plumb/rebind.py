@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import runpy
+import subprocess
 import sys
+from typing import Any
 
 from .deepspeed import rebound as deepspeed
 
@@ -60,9 +63,10 @@ def main() -> None:
     if not as_module and not os.path.exists(program):
         sys.exit(f"plumb: there is no program '{program}'\n{USAGE}")
     said = rebind()
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         print("plumb: " + ", ".join(f"{theirs} is {ours}" for theirs, ours in said), file=sys.stderr, flush=True)
     sys.argv = arguments
+    _follow_into_started(["-m", program] if as_module else [os.path.abspath(program)])
     if as_module:
         sys.path[0] = os.getcwd()
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -100,3 +104,17 @@ def _follow_into_spawned(program: str) -> None:
         return data
 
     spawn.get_preparation_data = prepared
+
+
+def _follow_into_started(program: list[str]) -> None:
+    """Processes that the program starts by running itself again (launchers do, of one rank each) run it so, too."""
+    plain = subprocess.Popen.__init__
+    itself = [[sys.executable, *program], [sys.executable, *program[:-1], f"{program[-1]}.__main__"]]
+
+    @functools.wraps(plain)
+    def started(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
+        if isinstance(args, (list, tuple)) and list(args[: 1 + len(program)]) in itself:
+            args = [sys.executable, "-m", "plumb", *args[1:]]
+        plain(self, args, *rest, **options)
+
+    subprocess.Popen.__init__ = started  # type: ignore[method-assign]

@@ -230,7 +230,10 @@ def fits(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[st
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in saved["groups"]]
     if saved["class"] != type(optimizer).__name__:
-        raise Error(f"the checkpoint holds the state of {saved['class']}, and this optimizer is {type(optimizer).__name__}")
+        raise Error(
+            f"the checkpoint holds the state of {saved['class']}, and this optimizer is {type(optimizer).__name__}; "
+            "go on with the same kind, or take the weights alone: load_weights()"
+        )
     if here != there:
         pairs = zip(sum(here, []), sum(there, []), strict=False)
         first = next((f"; the first that differ are '{one}' here and '{other}' there" for one, other in pairs if one != other), "")

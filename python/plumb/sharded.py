@@ -8,6 +8,7 @@ leaf's: the DTensor's ``.grad`` reads and writes it.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._C import Error
@@ -51,6 +53,19 @@ class ShardedParameter(DTensor):
         self._sharded.set_gradient(None)
 
     @property
+    def data(self) -> torch.Tensor:
+        """Its writes are counted, which those through torch's are not: the next forward waits for them, as for any other."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self._sharded.write(value)
+
+    def register_hook(self, hook: Any) -> RemovableHandle:
+        """``hook`` sees this rank's whole gradient in a backward, before ranks are averaged, and may return another."""
+        return self._sharded.add_hook(hook)
+
+    @property
     def _plumb_leaf(self) -> torch.Tensor:
         """What a backward that is asked for gradients of this parameter looks for: ``backward(inputs=…)``, ``autograd.grad``."""
         leaf = self._sharded.leaf
@@ -71,13 +86,22 @@ class Place:
         self.plain = type(module).__setattr__ is nn.Module.__setattr__
 
     def get(self) -> nn.Parameter | None:
-        return self.module._parameters[self.name]
+        return self.module._parameters.get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
         if self.plain:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
+
+    def taken(self) -> Error:
+        """What a unit says that finds something else here."""
+        return Error(
+            f"parameter '{self.name}' of a {type(self.module).__name__} under fully_shard gave its place to a"
+            f" {type(self.get()).__name__} (torch.func.functional_call, or a swap by hand), which the forward would not see: a unit puts"
+            " its own whole parameters there. Write into the parameter (copy_ under torch.no_grad()), or train with plumb.Engine and"
+            " call inside engine.gathered(model)"
+        )
 
 
 class Cut:
@@ -140,6 +164,7 @@ class Sharded:
         self._shown: DTensor | None = None  # the same as the user sees it
         self._assigned: DTensor | None = None  # by the user, where there was no piece
         self._hook: Any = None
+        self.hooks: OrderedDict[int, Any] = OrderedDict()  # the user's own, over gradients of the leaf
         with torch.no_grad():
             local = cut.rows(parameter.detach().to(device if not parameter.is_meta else "meta")).clone()
             shown = nn.Parameter(cut.distributed(local, parameter, self.dtype), parameter.requires_grad)
@@ -199,6 +224,18 @@ class Sharded:
         for place in self.places:
             place.put(self.sharded)
 
+    def write(self, value: torch.Tensor) -> None:
+        """``p.data = value``: into the rows, which stay where they are."""
+        kind = (self.shape, self.dtype, self.local.device)
+        if not isinstance(value, DTensor) or (value.shape, value.dtype, value.device) != kind:
+            raise Error(
+                f".data of a sharded parameter of shape {list(self.shape)}, {self.dtype} on {self.local.device}, was set to a"
+                f" {type(value).__name__} of shape {list(value.shape)}, {value.dtype} on {value.device}; expected a DTensor of the same: convert"
+                " the whole model before the first forward (model.to(…)), or load a state dict"
+            )
+        with torch.no_grad():
+            self.sharded.detach().copy_(value.redistribute(self.cut.mesh, self.cut.placements))
+
     # ---- what forwards use
 
     def _hollow(self, device: torch.device) -> None:
@@ -248,6 +285,15 @@ class Sharded:
         """What was written into the rows is what forwards will gather."""
         with torch.no_grad():
             self._rows.copy_(self.local)
+
+    def check_places(self) -> None:
+        """Before a forward puts the whole parameter there: nobody else put anything, which would be taken for it in silence."""
+        if self.uses > 0:
+            return
+        for place in self.places:
+            now = place.get()
+            if now is not self.sharded and now is not self.leaf:
+                raise place.taken()
 
     def enter(self) -> None:
         self.uses += 1
@@ -362,6 +408,16 @@ class Sharded:
         """A gradient that was assigned where there was no piece may have been changed in place since."""
         if self._assigned is not None and self.leaf is not None and self.leaf.grad is not None and self._untouched(self.leaf.grad):
             self.set_gradient(self._assigned)
+
+    def add_hook(self, hook: Any) -> RemovableHandle:
+        if not self.sharded.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        engine = self.unit.root.engine
+        if engine is not None:  # also between a forward and its backward
+            engine.look_at(self)
+        return handle
 
     def hook(self, call: Any) -> None:
         """``call`` sees each gradient of the leaf in a backward, once."""

@@ -4,6 +4,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -18,6 +19,7 @@
 namespace plumb::python {
 namespace {
 
+using torch::autograd::Engine;
 using torch::autograd::PyNode;
 using torch::autograd::SavedVariableHooks;
 
@@ -266,9 +268,30 @@ int64_t output_for(const torch::autograd::Node& node, int64_t argument) {
   return std::count(tensors.begin(), tensors.begin() + argument, true);
 }
 
+// Where the module was loaded, and not a process that was forked since.
+const pid_t home = getpid();
+
+// torch starts an engine's threads, and its pool for backwards that are nested deeply, once per process family: the engine that
+// a forked process makes anew has none if there was a backward before the fork, and crashes when it needs one.
+struct Opened : Engine {
+  static bool has_pool(Engine& engine) { return static_cast<bool>(engine.*(&Opened::thread_pool_shared_)); }
+  static void start(Engine& engine) { (engine.*(&Opened::start_device_threads))(); }
+};
+
 }  // namespace
 
 void around_backwards(py::object begin, py::object end) { around() = {std::move(begin), std::move(end)}; }
+
+void settle_autograd() {
+  Engine& engine = Engine::get_default_engine();
+  if (getpid() == home || Opened::has_pool(engine)) return;
+  try {
+    engine.initialize_device_threads_pool();
+  } catch (const c10::Error&) {  // torch cannot run backwards here, and says so to whoever tries
+    return;
+  }
+  if (!Opened::has_pool(engine)) Opened::start(engine);
+}
 
 void announce_backwards() {
   static PythonHost host;

@@ -34,6 +34,10 @@ void bind_saved(py::module_& module);
 // Python announces its backwards from now on, and saves tensors through our hooks where a unit asks for it.
 void announce_backwards();
 
+// In a forked process torch makes its autograd engine anew at the first use, and threads whose first uses meet would all do
+// it, each under the others' feet; nor would it have what nested backwards need. Called before there are several.
+void settle_autograd();
+
 // `begin()` is called before every outermost backward of Python's, and `end(good)` after it, when the engines have settled.
 void around_backwards(py::object begin, py::object end);
 

@@ -11,6 +11,7 @@
 #include "grad/piece.h"
 #include "unit/inside.h"
 #include "unit/units.h"
+#include "watch/timeline.h"
 
 namespace plumb::python {
 namespace {
@@ -23,6 +24,7 @@ using Units = std::vector<std::pair<DoorPtr, std::vector<at::Tensor>>>;
 std::unique_ptr<EngineObject> build(WorldObject& world, NamedTensors parameters, NamedTensors buffers,
                                     const Units& units, const Optimizer& optimizer, const Options& options) {
   World place = *world;
+  settle_autograd();  // users' threads come later
   py::gil_scoped_release released;
   std::vector<UnitSpec> specs;
   for (const auto& [door, own] : units) specs.push_back({door, own});
@@ -136,6 +138,39 @@ class GatheredObject {
   std::unique_ptr<Gathered> scope_;
 };
 
+using TraceObject = Owned<Trace>;
+
+void bind_trace(py::module_& module) {
+  const auto stop = [](TraceObject& self) { return (*self).stop(); };
+  py::class_<TimeSpent>(module, "TimeSpent")
+      .def_readonly("steps", &TimeSpent::steps)
+      .def_readonly("step", &TimeSpent::step)
+      .def_readonly("compute", &TimeSpent::compute)
+      .def_readonly("data", &TimeSpent::data)
+      .def_readonly("gathers", &TimeSpent::gathers)
+      .def_readonly("control", &TimeSpent::control)
+      .def_readonly("optimizer", &TimeSpent::optimizer)
+      .def_readonly("waited_for", &TimeSpent::waited_for)
+      .def("__repr__", [](const TimeSpent& spent) {
+        return c10::str("TimeSpent(steps=", spent.steps, ", step=", spent.step, ", compute=", spent.compute,
+                        ", data=", spent.data, ", gathers=", spent.gathers, ", control=", spent.control,
+                        ", optimizer=", spent.optimizer, ")");
+      });
+  py::class_<TraceObject>(module, "Trace")
+      .def(py::init([](EngineObject& engine, const std::string& path) {
+             return std::make_unique<TraceObject>(std::make_unique<Trace>((*engine).world(), path));
+           }),
+           "engine"_a, "path"_a, no_gil())
+      .def("stop", stop, no_gil())
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__", [stop](TraceObject& self, const py::object& type, const py::object&, const py::object&) {
+        const bool failed = !type.is_none();
+        if (failed) return self.end();  // others may not come
+        py::gil_scoped_release released;
+        stop(self);
+      });
+}
+
 void use_hook(EngineObject& self, py::object state, py::object hook) {
   std::unique_ptr<c10d::CommHookInterface> asked =
       std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
@@ -219,6 +254,7 @@ void bind_options(py::module_& module) {
 
 void bind_engine(py::module_& module) {
   bind_options(module);
+  bind_trace(module);
   module.def("is_piece", [](const at::Tensor& tensor) { return piece_of(tensor) != nullptr; }, "tensor"_a);
   const auto done = [](auto& self, const py::object&, const py::object&, const py::object&) { self.exit(); };
   py::class_<NoSyncObject>(module, "NoSync")
@@ -267,6 +303,16 @@ void bind_engine(py::module_& module) {
       .def(
           "compare_settings", [](Self& self, Settings settings) { (*self).impl().user_settings = std::move(settings); },
           py::arg("settings"))
+      .def(
+          "compare_in_backwards",
+          [](Self& self, Settings settings) { (*self).impl().reducer->settings_of_backwards = std::move(settings); },
+          py::arg("settings"))
+      .def(
+          "enter",
+          [](Self& self, bool updating) {
+            timeline_of((*self).world()).enter(updating ? doing::optimizer : doing::forward);
+          },
+          "updating"_a)
       .def(
           "begin_step", [](Self& self) { return (*self).begin_step(); }, no_gil())
       .def(

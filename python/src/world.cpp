@@ -48,6 +48,7 @@ Object adopt(const py::object& group, const py::object& store, const std::string
 
 // `body(world)` by threads of this process, one per rank. What one throws is everybody's error.
 void run_threads(int ranks, const py::function& body, double timeout) {
+  settle_autograd();
   py::gil_scoped_release released;
   run_local(
       ranks,
@@ -71,6 +72,7 @@ void refuse(WorldObject& world, const std::string& why) {
 
 void bind_world(py::module_& module) {
   using namespace py::literals;
+  module.def("settle_autograd", &settle_autograd);
   module.def("run_threads", &run_threads, "ranks"_a, "body"_a, "timeout"_a);
   py::class_<WorldObject>(module, "World")
       .def(py::init([] { return own(World()); }))

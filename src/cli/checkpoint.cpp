@@ -73,14 +73,6 @@ int64_t bytes_of(const save::Manifest& manifest) {
   return bytes;
 }
 
-std::string resolved(const std::string& path) {
-  std::vector<std::string> skipped;
-  if (const auto found = save::newest_in(path, &skipped)) return *found;
-  std::string why = "there is no complete checkpoint in '" + path + "'";
-  for (const std::string& one : skipped) why += "; " + one;
-  throw Error(why);
-}
-
 std::string shown(const std::vector<int64_t>& shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
@@ -120,7 +112,7 @@ int list(const std::string& root) {
 }
 
 int inspect(const std::string& path) {
-  const Checkpoint one(resolved(path));
+  const Checkpoint one(save::newest_of(path));
   const save::Manifest& manifest = one.manifest();
   std::printf("%s: step %lld, %lld samples\n", one.path().c_str(), static_cast<long long>(manifest.step),
               static_cast<long long>(manifest.samples));
@@ -139,7 +131,7 @@ int inspect(const std::string& path) {
 
 int verify(const std::vector<std::string>& paths) {
   for (const std::string& path : paths) {
-    const Checkpoint one(resolved(path));
+    const Checkpoint one(save::newest_of(path));
     Progress progress("verifying", bytes_of(one.manifest()));
     for (const SavedTensor& tensor : one.manifest().tensors) {
       one.verify(tensor);
@@ -156,17 +148,18 @@ std::string difference(const Checkpoint& a, const SavedTensor& mine, const Check
   if (mine.dtype != theirs.dtype || mine.shape != theirs.shape) {
     return mine.dtype + " " + shown(mine.shape) + " and " + theirs.dtype + " " + shown(theirs.shape);
   }
-  const at::Tensor one = read_whole(a, mine), other = read_whole(b, theirs);
-  if (std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0) return "";
+  const at::Tensor one = read_whole(a, mine).flatten(), other = read_whole(b, theirs).flatten();
+  if (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0) return "";
   const at::Tensor unequal = one.view(at::kByte).ne(other.view(at::kByte)).view({one.numel(), -1}).any(1);
   const int64_t count = unequal.sum().item<int64_t>(), first = unequal.to(at::kByte).argmax().item<int64_t>();
-  const at::Tensor x = one.flatten().to(at::kDouble), y = other.flatten().to(at::kDouble);
+  const at::ScalarType wide = one.is_complex() ? at::kComplexDouble : at::kDouble;
+  const at::Tensor x = one.to(wide), y = other.to(wide);
   return c10::str(count, " of ", one.numel(), " elements differ, by at most ", (x - y).abs().max().item<double>(),
-                  "; the first is element ", first, ": ", x[first].item<double>(), " and ", y[first].item<double>());
+                  "; the first is element ", first, ": ", x[first].item(), " and ", y[first].item());
 }
 
 int diff(const std::string& left, const std::string& right) {
-  const Checkpoint a(resolved(left)), b(resolved(right));
+  const Checkpoint a(save::newest_of(left)), b(save::newest_of(right));
   std::map<std::string, const SavedTensor*> others;
   for (const SavedTensor& tensor : b.manifest().tensors) others[tensor.title()] = &tensor;
   int differ = 0;
@@ -200,8 +193,20 @@ int diff(const std::string& left, const std::string& right) {
   return 1;
 }
 
-int consolidate(const std::string& path, const std::string& target) {
-  const Checkpoint one(resolved(path));
+// Where a file of this name is, or will be: what a link means, never a device or a folder that it would take the place of.
+std::string plain_file(const std::string& name) {
+  std::error_code ignored;
+  const auto there = std::filesystem::status(name, ignored);
+  if (name.empty() || (std::filesystem::exists(there) && !std::filesystem::is_regular_file(there))) {
+    throw Error("'" + name + "' is no plain file; name one that is to be written, or written anew");
+  }
+  const std::filesystem::path meant = std::filesystem::canonical(name, ignored);
+  return meant.empty() ? name : meant.string();
+}
+
+int consolidate(const std::string& path, const std::string& named) {
+  const std::string target = plain_file(named);
+  const Checkpoint one(save::newest_of(path));
   std::vector<const SavedTensor*> chosen;
   std::vector<save::TensorInFile> places;
   int64_t total = 0;
@@ -225,20 +230,21 @@ int consolidate(const std::string& path, const std::string& target) {
       progress.add(bytes_of(*tensor));
     }
     file.finish();
+    if (std::rename(unfinished.c_str(), target.c_str()) != 0) {
+      throw Error("cannot rename '" + unfinished + "' to '" + target + "': " + std::strerror(errno));
+    }
   } catch (...) {
     std::filesystem::remove(unfinished, ignored);
     throw;
   }
-  if (std::rename(unfinished.c_str(), target.c_str()) != 0)
-    throw Error("cannot rename '" + unfinished + "' to '" + target + "'");
   const std::string folder = std::filesystem::path(target).parent_path().string();
   save::sync_folder(folder.empty() ? "." : folder);
-  std::printf("%s: %zu tensors, %s\n", target.c_str(), chosen.size(), report::human_bytes(total).c_str());
+  std::printf("%s: %zu tensors, %s\n", named.c_str(), chosen.size(), report::human_bytes(total).c_str());
   return 0;
 }
 
 int reshard(const std::string& path, const std::string& target, int64_t ranks) {
-  const Checkpoint one(resolved(path));
+  const Checkpoint one(save::newest_of(path));
   save::NewCheckpoint made(target);
   save::Manifest& manifest = made.manifest();
   manifest = one.manifest();
@@ -269,6 +275,22 @@ int reshard(const std::string& path, const std::string& target, int64_t ranks) {
   return 0;
 }
 
+// The value of a flag, which is no path any more, wherever it stands: "--ranks 3" or "--ranks=3"; empty where it is not.
+std::string taken_out(std::vector<std::string>& words, const std::string& flag) {
+  for (auto word = words.begin(); word != words.end(); ++word) {
+    if (word->starts_with(flag + "=")) {
+      const std::string value = word->substr(flag.size() + 1);
+      words.erase(word);
+      return value;
+    }
+    if (*word != flag || word + 1 == words.end()) continue;
+    const std::string value = word[1];
+    words.erase(word, word + 2);
+    return value;
+  }
+  return "";
+}
+
 }  // namespace
 
 int checkpoint(const std::vector<std::string>& words) {
@@ -291,12 +313,13 @@ int checkpoint(const std::vector<std::string>& words) {
   if (what == "diff") return want(2, "two checkpoints"), diff(paths[0], paths[1]);
   if (what == "consolidate") return want(2, "a checkpoint and a file"), consolidate(paths[0], paths[1]);
   if (what == "reshard") {
-    want(4, "a checkpoint, a folder and --ranks N");
+    const std::string text = taken_out(paths, "--ranks");
+    if (text.empty()) paths.clear();  // nothing is complete without it
+    want(2, "a checkpoint, a folder and --ranks N");
     int64_t ranks = 0;
-    const std::string& text = paths[3];
     const auto read = std::from_chars(text.data(), text.data() + text.size(), ranks);
-    if (paths[2] != "--ranks" || read.ptr != text.data() + text.size() || ranks < 1 || ranks > 65536) {
-      throw UsageError("`plumb checkpoint reshard PATH DIR --ranks N`: N is a number from 1 to 65536");
+    if (read.ptr != text.data() + text.size() || ranks < 1 || ranks > 65536) {
+      throw UsageError("--ranks " + in_quotes(text) + ": expected a number from 1 to 65536");
     }
     return reshard(paths[0], paths[1], ranks);
   }

@@ -1,11 +1,14 @@
 #include "cli/checkpoints.h"
 
 #include <cstdio>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "save/folder.h"
+#include "watch/report.h"
+#include "watch/strike.h"
 #include "world/group.h"
-#include "world/strike.h"
 
 namespace plumb::cli {
 
@@ -14,7 +17,17 @@ int64_t Checkpoints::resume() {
   std::string from = settings_.resume == "never" ? "" : settings_.resume;
   // Started again by the launcher, a run goes on from what it saved itself, if anything.
   if (from == "auto" || restarts_before() > 0) {
-    const int64_t mine = !settings_.checkpoint.empty() && save::newest_in(settings_.checkpoint).has_value() ? 1 : 0;
+    std::vector<std::string> skipped;
+    const auto newest = settings_.checkpoint.empty() ? std::nullopt : save::newest_in(settings_.checkpoint, &skipped);
+    // Nothing that ends a run leaves one like that: who starts from nothing beside it must want to.
+    if (!newest && !skipped.empty()) {
+      throw Error("of the checkpoints in '" + settings_.checkpoint + "' none is complete: " + skipped.front() +
+                  "; --resume never starts from nothing");
+    }
+    for (const std::string& why : world.rank() == 0 ? skipped : std::vector<std::string>{}) {
+      std::fprintf(stderr, "plumb: a checkpoint is passed over: %s\n", why.c_str());
+    }
+    const int64_t mine = newest ? 1 : 0;
     const Where where{.kind = Where::Kind::step, .detail = "checkpoints"};
     const bool any = exchange(world, std::span(&mine, 1), where)[0][0] != 0;  // as rank 0 sees it
     from = any ? settings_.checkpoint : from == "auto" ? "" : from;
@@ -49,8 +62,16 @@ void Checkpoints::after(int64_t step, int64_t samples, bool last) {
       engine_.save_in_background(settings_.checkpoint, options);
     }
   } catch (const SaveError& error) {
-    complain(error);
+    if (!last) return complain(error);
+    unsaved_ = std::string(without_prefix(error.what())) + "; the state after step " + std::to_string(step) +
+               " is saved nowhere, earlier checkpoints are intact";
   }
+}
+
+void Checkpoints::check_last(int signal) const {
+  if (unsaved_.empty()) return;
+  if (signal == 0) throw Error(unsaved_);
+  if (engine_.world().rank() == 0) std::fprintf(stderr, "plumb: %s\n", unsaved_.c_str());  // it ends as it was asked to
 }
 
 StepInfo Checkpoints::step() {

@@ -17,6 +17,8 @@ class Checkpoints {
   int64_t resume();
   // After a step: in the background, at the end of the run at once.
   void after(int64_t step, int64_t samples, bool last);
+  // At the end of the run: an Error where what it learned is saved nowhere, unless a signal ended it, which is told alone.
+  void check_last(int signal) const;
   // A step, which may learn that the last checkpoint failed.
   StepInfo step();
 
@@ -25,6 +27,7 @@ class Checkpoints {
 
   Engine& engine_;
   const Settings& settings_;
+  std::string unsaved_;  // why the last one failed
 };
 
 }  // namespace plumb::cli

@@ -13,7 +13,7 @@
 #include "model/gpt.h"
 #include "plumb/error.h"
 #include "report/run.h"
-#include "world/wire.h"
+#include "watch/wire.h"
 
 namespace plumb::cli {
 
@@ -26,10 +26,12 @@ struct Question {
   std::string params;    // empty: the built-in gpt
   int64_t units = 32;
   int64_t vocabulary = 12;  // of the addition task
-  std::string latency;      // empty, or one of the two below not given: no times are told
-  double bandwidth = 0;     // Gbit/s
+  // What is not given costs no time, and the table says so; none of them: no times are told.
+  std::string latency;
+  double bandwidth = 0;  // Gbit/s
   double flops = 0;
   int64_t tokens = 2048;
+  std::string backend = "tcp";
   bool times() const { return !latency.empty() || bandwidth > 0 || flops > 0; }
 };
 
@@ -53,6 +55,7 @@ std::vector<Flag> table_of(Question& q) {
       {"latency", "Time", "T", "of a message between two ranks: 30us, 1ms", &q.latency},
       {"bandwidth", "Time", "GBPS", "Gbit/s that a rank sends with", &q.bandwidth},
       {"flops", "Time", "X", "operations per second that a rank computes with: 4e14", &q.flops},
+      {"backend", "Time", "NAME", "tcp (each sends to each), or rings: nccl, gloo, local", &q.backend},
       {"tokens", "Time", "N", "of one micro-batch on one rank", &q.tokens},
       {"json", "Output", "", "one machine-readable line", &s.json},
   };
@@ -96,24 +99,32 @@ std::string mb(int64_t bytes) {
   return text;
 }
 
+double seconds_of(const std::string& latency) {
+  try {
+    return std::chrono::duration<double>(read_shape("latency=" + latency).latency).count();
+  } catch (const Error&) {
+    throw UsageError("--latency takes a time such as 30us or 1ms, not " + in_quotes(latency));
+  }
+}
+
 Duration duration_of(const Question& q, const ModelShape& shape, const Settings& run) {
   Link link;
-  if (!q.latency.empty()) {
-    try {
-      link.latency = std::chrono::duration<double>(read_shape("latency=" + q.latency).latency).count();
-    } catch (const Error&) {
-      throw UsageError("--latency takes a time such as 30us or 1ms, not " + in_quotes(q.latency));
-    }
-  }
+  if (!q.latency.empty()) link.latency = seconds_of(q.latency);
   if (q.bandwidth > 0) link.bytes_per_second = q.bandwidth * 1e9 / 8;
-  Load load{.tokens = static_cast<double>(q.tokens)};
+  link.carriage = carriage_of(q.backend);
+  Load load{.tokens = static_cast<double>(q.tokens), .norm = true};
   if (q.flops > 0) load.flops = q.flops;
   return duration(shape, plan_for(run, run.ranks), link, load);
 }
 
 nlohmann::ordered_json to_json(const Duration& d) {
-  return {{"compute_s", d.compute}, {"data_s", d.data},       {"gathers_s", d.gathers},
-          {"control_s", d.control}, {"exposed_s", d.exposed}, {"step_s", d.step}};
+  return {{"compute_s", d.compute},
+          {"data_s", d.data},
+          {"gathers_s", d.gathers},
+          {"control_s", d.control},
+          {"exposed_s", d.exposed},
+          {"step_s", d.step},
+          {"rounds", {{"data", d.data_rounds}, {"control", d.control_rounds}}}};
 }
 
 void print_times(const Question& q, const ModelShape& shape, const std::vector<Settings>& runs) {
@@ -125,6 +136,12 @@ void print_times(const Question& q, const ModelShape& shape, const std::vector<S
     std::printf("  %-8s %11.3f %11.3f %11.3f %11.3f   %11.3f %11.3f\n", run.strategy.c_str(), d.compute * 1e3,
                 d.data * 1e3, d.gathers * 1e3, d.control * 1e3, d.exposed * 1e3, d.step * 1e3);
   }
+  std::string left_out;
+  for (const auto& [flag, given] :
+       {std::pair{"--latency", !q.latency.empty()}, {"--bandwidth", q.bandwidth > 0}, {"--flops", q.flops > 0}}) {
+    if (!given) left_out += std::string(left_out.empty() ? "" : " and ") + flag;
+  }
+  if (!left_out.empty()) std::printf("\n%s: not given, so what it tells of costs nothing here.\n", left_out.c_str());
 }
 
 void print(const Question& q, const ModelShape& shape, const std::vector<Settings>& runs) {
@@ -195,6 +212,8 @@ int estimate(const std::vector<std::string>& words) {
   for (const auto& [flag, value] : {std::pair{"bandwidth", q.bandwidth}, {"flops", q.flops}}) {
     if (value < 0) throw UsageError(std::string("--") + flag + " is negative; it must be more than 0");
   }
+  if (!q.latency.empty()) seconds_of(q.latency);
+  one_of("backend", q.backend, {"tcp", "nccl", "gloo", "local"});
   const ModelShape shape = shape_for(q);
   // Some twenty bytes for each of these are sent.
   if (static_cast<double>(shape.params()) * static_cast<double>(q.run.accumulate) > 1e17) {

@@ -25,6 +25,8 @@ std::vector<Flag> flags(Settings& s) {
        &s.hold_unsharded},
       {"deterministic", "World", "", "the same bits on any number of ranks, in every strategy", &s.deterministic},
       {"virtual-ranks", "World", "V", "shares the batch is cut into for that, one backward each", &s.virtual_ranks},
+      {"graph", "World", "", "forward and backward as a CUDA graph, replayed from the fifth step on (one rank, cuda)",
+       &s.graph},
       {"model", "Model", "NAME", "gpt, or moe: a gpt with a mixture of experts in each block", &s.model},
       {"layers", "Model", "N", "blocks", &s.layers},
       {"heads", "Model", "N", "attention heads per block", &s.heads},
@@ -95,6 +97,12 @@ Parsed parse(const std::string& command, const std::vector<std::string>& words, 
     } else {
       options[flag.name] =
           app.add_option("--" + flag.name, text[flag.name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    }
+  }
+  // "--out=", the library would read as "--out" and take the next word.
+  for (const std::string& word : words) {
+    if (word.starts_with("--") && word.find('=') + 1 == word.size()) {
+      throw UsageError(word.substr(0, word.size() - 1) + " needs a value");
     }
   }
   try {

@@ -72,19 +72,18 @@ std::vector<model::Batch> Job::batches(int64_t samples) const {
 
 at::Tensor Job::share_of(const at::Tensor& loss) const { return engine_.scale(loss / static_cast<double>(micros_)); }
 
-double Job::run(const model::Batch& batch, int64_t micro) {
-  Timeline& timeline = timeline_of(engine_.world());
-  const auto forward = Timeline::Moment::clock::now();
+double Job::run(const model::Batch& batch, int64_t micro) { return backward(batch, micro).item<double>(); }
+
+at::Tensor Job::backward(const model::Batch& batch, int64_t micro) {
+  timeline_of(engine_.world()).enter(doing::forward);
   const at::Tensor one = loss(batch);
-  timeline.span("program", "forward", forward);
-  const Timeline::Scope backward(timeline, "program", [] { return "backward"; });
   if (micro + 1 < micros_) {
     const auto quiet = engine_.no_sync();
     share_of(one).backward();
   } else {
     share_of(one).backward();
   }
-  return one.item<double>();
+  return one.detach();
 }
 
 }  // namespace plumb::cli

@@ -7,7 +7,7 @@
 #include "cli/settings.h"
 #include "model/task.h"
 #include "plumb/engine.h"
-#include "world/timeline.h"
+#include "watch/timeline.h"
 
 namespace plumb::cli {
 
@@ -32,6 +32,7 @@ class Job {
   at::Tensor loss(const model::Batch& batch) { return model::loss_of(model_, batch); }
   // Forward and backward of micro-batch `micro`, of which the last is reduced; its loss.
   double run(const model::Batch& batch, int64_t micro);
+  at::Tensor backward(const model::Batch& batch, int64_t micro);  // the same, and the host does not wait for the loss
 
  private:
   const model::Task& task_;

@@ -22,8 +22,8 @@
 
 #include "cli/process.h"
 #include "plumb/error.h"
-#include "world/report.h"
-#include "world/road.h"
+#include "watch/report.h"
+#include "watch/road.h"
 
 namespace plumb::cli {
 

@@ -24,10 +24,10 @@
 #include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "watch/report.h"
+#include "watch/strike.h"
 #include "world/environment.h"
 #include "world/group.h"
-#include "world/report.h"
-#include "world/strike.h"
 
 namespace plumb::cli {
 

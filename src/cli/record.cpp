@@ -14,8 +14,8 @@
 #include "save/file.h"
 #include "save/manifest.h"
 #include "save/tensors.h"
-#include "world/road.h"
-#include "world/strike.h"
+#include "watch/road.h"
+#include "watch/strike.h"
 
 namespace plumb::cli {
 

@@ -11,7 +11,7 @@
 #include "cli/origin.h"
 #include "cli/record.h"
 #include "engine/not_finite.h"
-#include "world/report.h"
+#include "watch/report.h"
 
 namespace plumb::cli {
 

@@ -12,7 +12,8 @@
 #include "cli/flags.h"
 #include "plumb/error.h"
 #include "plumb/strategy.h"
-#include "world/wire.h"
+#include "watch/report.h"
+#include "watch/wire.h"
 
 namespace plumb::cli {
 
@@ -40,14 +41,14 @@ std::string in_quotes(const std::string& value) {
   return "'" + printable(value.substr(0, end)) + "…'";
 }
 
-namespace {
-
 void one_of(const std::string& flag, const std::string& value, const std::vector<std::string>& names) {
   if (std::find(names.begin(), names.end(), value) != names.end()) return;
   std::string list;
   for (const auto& name : names) list += (list.empty() ? "" : ", ") + name;
   throw UsageError("--" + flag + " " + in_quotes(value) + " is unknown; it is one of: " + list);
 }
+
+namespace {
 
 template <class Number>
 void at_least(const std::string& flag, Number value, Number least) {
@@ -95,7 +96,7 @@ void check(const Settings& s) {
   try {
     read_shape(s.shape);
   } catch (const Error& error) {
-    throw UsageError(std::string("--shape: ") + error.what());
+    throw UsageError("--shape: " + without_prefix(error.what()));
   }
   above_zero("timeout", s.timeout);
   at_most("timeout", s.timeout, 1e6);
@@ -129,6 +130,12 @@ void check(const Settings& s) {
   }
   if (s.resume.empty()) throw UsageError("--resume is empty; it is auto, never, or the path of a checkpoint");
   if (s.min_ranks > 0 && s.restarts == 0) throw UsageError("--min-ranks is of --restarts; say how many");
+  if (s.ranks > 0 && s.min_ranks > s.ranks) {
+    throw UsageError("--min-ranks " + std::to_string(s.min_ranks) + " is more than --ranks " + std::to_string(s.ranks));
+  }
+  if (s.restarts > 0 && s.backend == "local") {
+    throw UsageError("--restarts starts processes again, and --backend local makes ranks threads of this one");
+  }
   std::error_code ignored;
   if (!s.checkpoint.empty() && std::filesystem::exists(s.checkpoint, ignored) &&
       !std::filesystem::is_directory(s.checkpoint, ignored)) {
@@ -244,9 +251,23 @@ void check_shares(const Settings& s, int64_t ranks) {
   }
 }
 
+// What a graph cannot repeat.
+void check_graph(const Settings& s, int64_t ranks) {
+  const std::string wrong = s.device != "cuda" ? "--device " + s.device + ": only cuda has graphs"
+                            : ranks > 1        ? count(ranks, "rank") + ": what ranks tell each other is not recorded"
+                            : s.dtype == "f16" ? "--dtype f16: its loss scale changes from step to step"
+                            : s.deterministic  ? "--deterministic: its sums are the host's"
+                            : s.model == "moe" && s.dtype == "f32"
+                                ? "--model moe --dtype f32: the host counts the tokens of its experts"
+                            : s.verify > 0 ? "--verify: a step that is checked runs again on the host"
+                                           : "";
+  if (!wrong.empty()) throw UsageError("--graph does not go with " + wrong);
+}
+
 }  // namespace
 
 void check_world(const Settings& s, int64_t ranks) {
+  if (s.graph) check_graph(s, ranks);
   mesh_for(s.strategy, s.mesh, ranks);
   if (s.deterministic) check_shares(s, ranks);
   const int64_t micros = ranks * micro_batches(s, ranks);

@@ -37,7 +37,8 @@ struct Settings {
   bool hold_unsharded = false;
   bool deterministic = false;
   int64_t virtual_ranks = 8;  // shares of the batch in deterministic mode
-  int64_t threads = 0;        // 0: the cores divided among the local ranks
+  bool graph = false;
+  int64_t threads = 0;  // 0: the cores divided among the local ranks
   // model
   std::string model = "gpt";
   int64_t layers = 3;
@@ -87,6 +88,8 @@ Settings read_settings(const std::vector<std::string>& words, bool& help);
 
 // The checks that a run and its estimate share. Throws UsageError.
 void check_sizes(const Settings& settings);
+// Throws UsageError unless `value` is one of `names`.
+void one_of(const std::string& flag, const std::string& value, const std::vector<std::string>& names);
 
 // The checks that need the number of ranks, made once it is known. Throws UsageError.
 void check_world(const Settings& settings, int64_t ranks);

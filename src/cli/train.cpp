@@ -8,8 +8,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <limits>
+#include <optional>
 
 #include "cli/checkpoints.h"
 #include "cli/console.h"
@@ -20,16 +20,17 @@
 #include "cli/nonfinite.h"
 #include "cli/process.h"
 #include "cli/record.h"
+#include "cli/replayed.h"
 #include "cli/verify.h"
 #include "cli/wire_account.h"
 #include "engine/not_finite.h"
 #include "plumb/engine.h"
 #include "report/folder.h"
 #include "report/run.h"
+#include "watch/report.h"
+#include "watch/road.h"
+#include "watch/timeline.h"
 #include "world/group.h"
-#include "world/report.h"
-#include "world/road.h"
-#include "world/timeline.h"
 
 namespace plumb::cli {
 
@@ -114,21 +115,27 @@ struct Parts {
   Checkpoints& checkpoints;
   Recorder& recorder;
   Verifier& verifier;
+  Replayed* replayed;  // null: every step runs as it is
 };
 
 StepInfo try_step(const Parts& parts, const Settings& s, int64_t samples, const std::vector<model::Batch>& batches,
                   std::vector<double>& losses) {
   const World& world = parts.engine.world();
   const int64_t step = parts.engine.steps();
-  parts.engine.zero_grad();
-  for (size_t i = 0; i < batches.size(); ++i) {
-    parts.verifier.before(step, static_cast<int64_t>(i));
-    losses.push_back(parts.job.run(batches[i], static_cast<int64_t>(i)));
+  if (parts.replayed != nullptr) {
+    losses = parts.replayed->run(batches);
+  } else {
+    parts.engine.zero_grad();
+    for (size_t i = 0; i < batches.size(); ++i) {
+      parts.verifier.before(step, static_cast<int64_t>(i));
+      losses.push_back(parts.job.run(batches[i], static_cast<int64_t>(i)));
+    }
+    parts.verifier.after(step, samples);
   }
-  parts.verifier.after(step, samples);
   if (s.nonfinite == "error") check_losses(world, losses, step);
-  const Timeline::Scope scope(timeline_of(world), "program", [] { return "step"; });
-  return parts.checkpoints.step();
+  const StepInfo info = parts.checkpoints.step();
+  timeline_of(world).enter("between steps");
+  return info;
 }
 
 // One step of the run; `losses` of its micro-batches here. A NaN or an inf that ends it is followed to its origin, where that is
@@ -147,11 +154,21 @@ StepInfo take_step(const Parts& parts, const Settings& s, int64_t samples, std::
   }
 }
 
-// On rank 0.
-void write_trace(const std::string& path, const std::string& trace) {
-  std::ofstream file(path);
-  file << trace;
-  if (!file.flush()) throw Error("cannot write the trace to '" + path + "'");
+// In milliseconds, of every rank.
+nlohmann::ordered_json to_json(const std::vector<TimeSpent>& everybody) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (const TimeSpent& spent : everybody) {
+    nlohmann::ordered_json waited_for = nlohmann::ordered_json::array();
+    for (const double seconds : spent.waited_for) waited_for.push_back(seconds * 1e3);
+    all.push_back({{"step", spent.step * 1e3},
+                   {"compute", spent.compute * 1e3},
+                   {"data", spent.data * 1e3},
+                   {"gathers", spent.gathers * 1e3},
+                   {"control", spent.control * 1e3},
+                   {"optimizer", spent.optimizer * 1e3},
+                   {"waited_for", waited_for}});
+  }
+  return all;
 }
 
 }  // namespace
@@ -178,10 +195,12 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   Recorder recorder(engine, s, task.vocabulary());
   Verifier verifier(engine, job, s.verify);
   int64_t samples = checkpoints.resume();
+  std::optional<Replayed> replayed;
+  if (s.graph) replayed.emplace(engine, job, device);
   const int64_t resumed = engine.steps();
   const auto begun = Clock::now();
-  Timeline& timeline = timeline_of(world);
-  if (!s.trace.empty()) timeline.start();
+  std::optional<Trace> trace;
+  if (!s.trace.empty()) trace.emplace(world, s.trace);
   WireAccount wire(world);
   std::vector<report::Step> steps;
   int signal = 0;
@@ -190,7 +209,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
       const auto start = Clock::now();
       wire.begin();
       std::vector<double> losses;
-      const StepInfo info = take_step({engine, job, checkpoints, recorder, verifier}, s, samples, losses);
+      const StepInfo info = take_step({engine, job, checkpoints, recorder, verifier, replayed ? &*replayed : nullptr},
+                                      s, samples, losses);
       samples += s.batch;
       wire.end();
       Shared all = share(world, losses, step);
@@ -230,9 +250,12 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   if (signal == 0 && !steps.empty()) steps.back().accuracy = ratio(score);
   const std::vector<int64_t> peaks = everybodys(world, peak_rss_bytes(), "memory");
   const std::string digest = model_digest(engine, *model);
-  if (!s.trace.empty()) {
-    const std::string trace = trace_of(world, begun);
-    if (world.rank() == 0) write_trace(s.trace, trace);
+  std::vector<TimeSpent> spent;
+  std::string untraced;  // why, where that failed: the rest of what was learned is told all the same
+  try {
+    if (trace) spent = trace->stop();
+  } catch (const Error& error) {
+    untraced = without_prefix(error.what());
   }
   if (world.rank() == 0) {
     std::vector<double> ms;
@@ -267,6 +290,7 @@ int train(const World& world, const Settings& s, const model::Task& task) {
         {"samples", nlohmann::ordered_json::array()}};
     // The allocator of another device is not ours to count.
     if (device.is_cpu()) summary["measured_bytes"] = measured;
+    if (trace && untraced.empty()) summary["time_spent_ms"] = to_json(spent);
     for (const model::Sample& sample : score.samples) {
       summary["samples"].push_back({{"prompt", sample.prompt},
                                     {"output", sample.output},
@@ -276,6 +300,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
     folder.finish(steps, summary);
     console.end(summary);
   }
+  checkpoints.check_last(signal);
+  if (!untraced.empty()) throw Error(untraced);
   road_of(world).pass(Point::exit);
   return signal == 0 ? 0 : 128 + signal;
 }

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "world/wire.h"
+#include "watch/wire.h"
 
 namespace plumb::cli {
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "backend/machines.h"
 #include "engine/impl.h"
 #include "engine/owners.h"
 #include "engine/saving.h"
@@ -13,8 +14,7 @@
 #include "grad/manifest.h"
 #include "grad/mode.h"
 #include "unit/deferred.h"
-#include "world/machines.h"
-#include "world/road.h"
+#include "watch/road.h"
 
 namespace plumb {
 namespace {

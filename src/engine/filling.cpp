@@ -8,15 +8,19 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <tuple>
+#include <utility>
 
 #include "engine/host_memory.h"
+#include "engine/saving.h"
 #include "engine/together.h"
-#include "world/road.h"
+#include "watch/road.h"
 
 namespace plumb {
 namespace {
 
-constexpr size_t kReaders = 4;  // threads: more do not make a disk faster
+constexpr size_t kReaders = 4;     // threads: more do not make a disk faster
+constexpr size_t kRun = 32 << 20;  // bytes that one of them reads, one behind the other
 
 void copy_into(const SavedSlot& slot, const at::Tensor& value) {
   // A buffer that was made under InferenceMode can be written only there.
@@ -92,30 +96,43 @@ at::Tensor Reads::add(const save::SavedTensor& tensor, int64_t begin, int64_t en
 }
 
 void Reads::run() {
-  // In the order of the files: a disk reads ahead.
+  // In the order of the files, each thread a long run of them at a time: the system reads ahead of every one.
   std::stable_sort(reads_.begin(), reads_.end(), [](const Read& a, const Read& b) {
-    return !a.tensor->parts.empty() && !b.tensor->parts.empty() && a.tensor->parts[0].file < b.tensor->parts[0].file;
+    const auto file = [](const Read& read) { return read.tensor->parts.empty() ? -1 : read.tensor->parts[0].file; };
+    return std::pair(file(a), a.tensor) <
+           std::pair(file(b), b.tensor);  // the manifest has them in the order of the file
   });
-  std::atomic<size_t> next = 0;
   std::mutex mutex;
+  size_t next = 0;
   std::exception_ptr failure;
   size_t failed = reads_.size();
+  const auto take_run = [&]() -> std::pair<size_t, size_t> {
+    std::lock_guard lock(mutex);
+    const size_t begin = next;
+    for (size_t bytes = 0; next < failed && bytes < kRun; ++next) {
+      const at::Tensor& memory = reads_[next].memory;
+      bytes += memory.defined() ? memory.nbytes() : 0;
+    }
+    return {begin, next};
+  };
   const auto work = [&] {
-    for (size_t i = next++; i < reads_.size(); i = next++) {
-      const Read& read = reads_[i];
-      try {
-        if (read.memory.defined()) {
-          checkpoint_.read(*read.tensor, read.begin, read.end, read.memory.mutable_data_ptr());
-        } else {
-          checkpoint_.verify(*read.tensor);
+    for (auto [i, end] = take_run(); i < end; std::tie(i, end) = take_run()) {
+      for (; i < end; ++i) {
+        const Read& read = reads_[i];
+        try {
+          if (read.memory.defined()) {
+            checkpoint_.read(*read.tensor, read.begin, read.end, read.memory.mutable_data_ptr());
+          } else {
+            checkpoint_.verify(*read.tensor);
+          }
+        } catch (...) {
+          std::lock_guard lock(mutex);
+          if (i < failed) {
+            failed = i;
+            failure = std::current_exception();
+          }
+          break;
         }
-      } catch (...) {
-        std::lock_guard lock(mutex);
-        if (i < failed) {
-          failed = i;
-          failure = std::current_exception();
-        }
-        next = reads_.size();
       }
     }
   };
@@ -135,6 +152,7 @@ void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::f
   if (impl.units) impl.units->begin_update();
   for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
   road_of(impl.world).pass(Point::fill);
+  if (impl.saving) impl.saving->settle();
   before();
   for (const Filling& filling : fillings) copy_into(filling.slot, filling.value);
   for (const Sink& sink : impl.reducer->sinks()) sink.parameter.unsafeGetTensorImpl()->bump_version();

@@ -9,7 +9,7 @@
 #include "grad/mode.h"
 #include "save/folder.h"
 #include "save/xxh3.h"
-#include "world/road.h"
+#include "watch/road.h"
 
 namespace plumb {
 
@@ -26,11 +26,10 @@ std::string described(const std::string& dtype, const std::vector<int64_t>& shap
 // Behind `path`, the name of the newest complete checkpoint there; empty where it is one itself.
 std::string newest_behind(const std::string& path) {
   std::vector<std::string> skipped;
-  const auto found = save::newest_in(path, &skipped);
-  if (found) return found->substr(path.size());
-  std::string why = "there is no complete checkpoint in '" + path + "'";
-  for (const std::string& one : skipped) why += "; " + one;
-  throw Error(why);
+  const std::string found = save::newest_of(path, &skipped);
+  for (const std::string& why : skipped)
+    TORCH_WARN("plumb: a newer checkpoint than '", found, "' is passed over: ", why);
+  return found.substr(path.size());
 }
 
 // Elements [begin, end) of a tensor whose memory may lie in another order here.
@@ -179,9 +178,6 @@ void Loading::compare(OuterState outer) {
     for (const auto& [key, there] : kept.names) {
       if (there) lookup(Kind::optimizer, name, parameter, kept.dtype, key);
     }
-  }
-  if (mine == optimizer_name(UserOptimizer{}) && theirs && manifest.step > 0) {
-    for (const auto& name : trained) updates_.try_emplace(name, 0);
   }
 
   // Somebody else's.
@@ -369,6 +365,7 @@ void Loading::accept(const std::string& refusal) {
     agree([&] {
       for (const Extra& extra : options_.extras) {
         if (mismatched("extra '" + extra.name + "'")) continue;
+        if (!extra.load) throw Error("the extra '" + extra.name + "' has no function to load with");
         // One that has no state yet has nothing to lose.
         attempt([&] {
           NamedTensors state = extra.save();

@@ -12,7 +12,7 @@
 #include "engine/slots.h"
 #include "save/tensors.h"
 #include "save/xxh3.h"
-#include "world/road.h"
+#include "watch/road.h"
 
 namespace plumb {
 
@@ -23,6 +23,7 @@ struct Saving::Item {
   save::SavedTensor tensor;  // without parts
   at::Tensor memory;         // contiguous, of elements [begin, end)
   int64_t begin = 0, end = 0;
+  enum class ChangedBy { anybody, step } changed_by = ChangedBy::anybody;
   bool whole() const { return begin == 0 && end == tensor.numel(); }
 };
 
@@ -43,6 +44,13 @@ std::string numbered(int number) {
   return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
 }
 
+// The same folder wherever the process works when its files are written.
+std::string absolute(const std::string& folder) {
+  std::error_code ignored;
+  const std::string found = folder.empty() ? folder : std::filesystem::absolute(folder, ignored).string();
+  return found.empty() ? folder : found;
+}
+
 std::string now() {
   const std::time_t seconds = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   std::tm parts{};
@@ -51,6 +59,9 @@ std::string now() {
   std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
   return text;
 }
+
+// Its numbers as they lie in memory, though it be the conjugate or the negative of what lies there.
+at::Tensor plain(const at::Tensor& value) { return value.detach().resolve_conj().resolve_neg(); }
 
 // One file: its header and its tensors.
 template <class Items>
@@ -117,7 +128,8 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
   const std::set<std::string> left_out(options.leave_out.begin(), options.leave_out.end());
   std::vector<Item> sharded, replicated, own;
   const auto add = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& like,
-                       const at::Tensor& memory, int64_t begin, const std::vector<int64_t>& strides, bool cut) {
+                       const at::Tensor& memory, int64_t begin, const std::vector<int64_t>& strides, bool cut,
+                       Item::ChangedBy changed_by) {
     Item item;
     item.tensor = {kind,
                    name,
@@ -130,6 +142,7 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     item.memory = memory;
     item.begin = begin;
     item.end = begin + memory.numel();
+    item.changed_by = changed_by;
     // An empty part of a tensor that has elements is nobody's.
     if (cut && memory.numel() == 0 && !(like.numel() == 0 && part == 0)) return;
     (cut ? sharded : replicated).push_back(std::move(item));
@@ -137,13 +150,20 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
   for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
     if (slot.kind == Kind::weight && left_out.contains(slot.name)) continue;
     const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
-    add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded);
+    // The memory of an optimizer of ours is in nobody else's reach.
+    const bool ours = slot.kind == Kind::optimizer && !impl_.updater->is_users();
+    add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded,
+        ours ? Item::ChangedBy::step : Item::ChangedBy::anybody);
   }
   const auto add_own = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& value) {
+    if (!value.defined() || value.layout() != at::kStrided || value.is_quantized()) {
+      throw Error(save::to_string(kind) + " '" + name + "'" + (key.empty() ? "" : " (" + key + ")") +
+                  " is no dense tensor; a checkpoint holds those alone");
+    }
     Item item;
     const std::string dtype = dtype_name(value.scalar_type(), save::to_string(kind) + " '" + name + "'");
     item.tensor = {kind, name, key, dtype, value.sizes().vec(), {}, false, {}};
-    item.memory = value.detach().contiguous().view({-1});
+    item.memory = plain(value).contiguous().view({-1});
     item.end = item.memory.numel();
     own.push_back(std::move(item));
   };
@@ -155,7 +175,7 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
     }
     SavedSlot slot;
     slot.owner = parameters.at(one.parameter);
-    at::Tensor memory = one.value.detach();
+    at::Tensor memory = plain(one.value);
     if (one.place == OuterTensor::Place::whole && memory.strides() == slot.owner.strides() &&
         memory.is_non_overlapping_and_dense()) {
       memory =
@@ -165,9 +185,10 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
       view_in(memory, 0, slot.owner).copy_(one.value.detach());
     }
     add(Kind::optimizer, one.parameter, one.key, slot.owner, memory.contiguous().view({-1}), one.begin, slot.strides(),
-        one.place == OuterTensor::Place::piece && reducer.shards(reducer.row().state));
+        one.place == OuterTensor::Place::piece && reducer.shards(reducer.row().state), Item::ChangedBy::anybody);
   }
   for (const Extra& extra : rank == 0 ? options.extras : std::vector<Extra>{}) {
+    if (!extra.save) throw Error("the extra '" + extra.name + "' has no function to save with");
     for (const auto& [key, value] : extra.save()) add_own(Kind::extra, extra.name, key, value);
   }
   const std::string whose = "rank " + std::to_string(rank);
@@ -181,9 +202,9 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
   for (Item& item : shared_out(std::move(replicated), rank, size)) mine.push_back(std::move(item));
   for (Item& item : own) mine.push_back(std::move(item));
   if (copy == Copy::yes) {
-    std::vector<at::Tensor*> tensors;
-    for (Item& item : mine) tensors.push_back(&item.memory);
-    copies_.take(tensors);
+    std::vector<at::Tensor*> now, later;
+    for (Item& item : mine) (item.changed_by == Item::ChangedBy::step ? later : now).push_back(&item.memory);
+    copies_.take(now, later);
   } else {
     for (Item& item : mine) item.memory = item.memory.to(at::kCPU).contiguous();
   }
@@ -239,7 +260,7 @@ Where Saving::here(const std::string& what) const { return impl_.reducer->here(W
 // Rank 0 makes room on the disk, and everybody sees it: where the files go.
 std::string Saving::prepare(const std::string& folder, const SaveOptions& options) {
   writer_ = nullptr;
-  const std::string steps = std::to_string(impl_.reducer->steps());
+  const std::string steps = std::to_string(impl_.reducer->steps()), samples = std::to_string(options.samples);
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
     impl_.reducer->check_between_steps("save()");
@@ -254,14 +275,19 @@ std::string Saving::prepare(const std::string& folder, const SaveOptions& option
       });
       if (!frozen) throw Error("leave_out names '" + name + "', which is no frozen parameter of this engine");
     }
-    return impl_.world.rank() == 0 ? steps + "/" + begin_files(folder) : steps;
+    return impl_.world.rank() == 0 ? steps + " " + samples + "/" + begin_files(folder) : steps;
   });
   try {
     const std::string first = share_outcome(impl_.world, mine, here("save()"))[0];
-    const size_t slash = first.find('/');
-    const std::string theirs = first.substr(0, slash), path = folder + first.substr(slash);
+    const size_t blank = first.find(' '), slash = first.find('/');
+    const std::string theirs = first.substr(0, blank), used = first.substr(blank + 1, slash - blank - 1);
+    const std::string path = folder + first.substr(slash);
     const Outcome seen = attempt([&] {
       if (steps != theirs) throw Error("save() after " + steps + " steps, and rank 0 after " + theirs);
+      if (samples != used) {
+        throw Error("save() with samples " + samples + ", and rank 0 with " + used +
+                    "; it is one cursor: how many all ranks together have used");
+      }
       if (!save::is_folder(path)) {
         throw Error("'" + path +
                     "', which rank 0 made, is not to be seen here; checkpoints need a folder that all ranks share");
@@ -299,8 +325,9 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   saved_.clear();
   // A folder for each checkpoint would hold a file open for each.
   std::erase_if(writers_, [this](const auto& entry) { return entry.second.get() != writer_; });
-  const std::string path = prepare(folder, options);
   folder_ = folder;
+  root_ = absolute(folder);
+  const std::string path = prepare(root_, options);
   keep_ = options.keep;
   Taken taken;
   // From here on a failure is this rank's word when the ranks speak next.
@@ -319,9 +346,11 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
   phase_ = Phase::writing;
   path_ = path;
   task_ = std::make_unique<Task>(
-      [taken = std::move(taken), path, end = ending(), failure, &road = road_of(impl_.world)]() mutable {
+      [this, taken = std::move(taken), path, end = ending(), failure]() mutable {
         if (!failure.empty()) throw std::runtime_error(failure);
-        road.beside(Point::write);
+        before_writing();
+        road_of(impl_.world).beside(Point::write);
+        copies_.finish();
         return write(std::move(taken), path, end);
       },
       copy == Copy::no ? alone() : Task::Runs::beside);
@@ -384,13 +413,15 @@ void Saving::go_on(Wait wait) {
   const auto texts = together(impl_.world, *task_, wait, here("save()"));
   if (!texts) return;
   rest();
-  saved_ = folder_ + "/" + std::filesystem::path((*texts)[0]).filename().string();
+  const std::string& root = absolute(folder_) == root_ ? folder_ : root_;
+  saved_ = root + "/" + std::filesystem::path((*texts)[0]).filename().string();
 }
 
 // Nothing is under way.
 void Saving::rest() {
   task_.reset();
   path_.clear();
+  copies_.let_go();
   road_of(impl_.world).beside(Point::none);
 }
 

@@ -1,13 +1,14 @@
 // Saving: takes a snapshot of an engine and brings it to the disk, on every rank its part, as one checkpoint or none.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/host_memory.h"
+#include "engine/snapshot.h"
 #include "engine/together.h"
 #include "plumb/engine.h"
 #include "plumb/save.h"
@@ -48,11 +49,15 @@ class Saving {
              const NamedTensors& generators = {});
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
+  // The engine may change its own memory: what is under way has a copy of all of it.
+  void settle() { copies_.finish(); }
   // Alone, where the others may be gone: this rank's part, at once, into files of a folder that is there. The text of its
   // manifest; those of all ranks, joined, are a checkpoint's.
   std::string write_alone(const std::string& folder, int64_t samples);
   // The path of the last checkpoint that was completed; empty: none was.
   std::string finish();
+
+  std::function<void()> before_writing = [] {};  // for tests: what the thread that writes does first
 
  private:
   struct Item;
@@ -75,10 +80,11 @@ class Saving {
   std::map<std::string, std::unique_ptr<save::Writer>> writers_;  // rank 0's: that of the last folder
   save::Writer* writer_ = nullptr;
   std::string folder_;  // the user's word for it
+  std::string root_;    // what that meant at the call
   std::string path_;    // of the files that are being written; empty: nothing is under way
   int64_t keep_ = 0;
   std::string saved_;
-  Snapshot copies_;  // of the checkpoint that is being written; the thread that writes it reads them
+  Snapshot copies_;  // of the checkpoint that is being written; the thread that writes it completes and reads them
   enum class Phase { writing, committing } phase_ = Phase::writing;
   std::unique_ptr<Task> task_;
 };

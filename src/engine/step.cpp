@@ -7,9 +7,9 @@
 #include "engine/saving.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
-#include "world/road.h"
-#include "world/strike.h"
-#include "world/timeline.h"
+#include "watch/road.h"
+#include "watch/strike.h"
+#include "watch/timeline.h"
 
 namespace plumb {
 
@@ -18,6 +18,7 @@ StepInfo Engine::Impl::begin_step() {
   road_of(world).pass(Point::step);
   if (saving) saving->poll();
   if (in_step) throw Error(world.rank(), "a step is under way already; end_step() ends it");
+  timeline_of(world).enter(doing::step);
   const bool pieces = reducer->shards(reducer->row().gradient);
   reducer->settings = updater->rates().settings();
   reducer->settings.insert(reducer->settings.end(), user_settings.begin(), user_settings.end());
@@ -36,6 +37,7 @@ StepInfo Engine::Impl::begin_step() {
   info.lr = updater->rates().lr() * factor;
   for (const double lr : updater->rates().group_lrs()) info.group_lrs.push_back(lr * factor);
   info.loss_scale = scaler.scale();
+  if (saving) saving->settle();
   check_capture();
   // Whatever may refuse the step does so before a gradient or a parameter is changed.
   if (units) units->begin_update();
@@ -74,6 +76,10 @@ void Engine::Impl::end_step() {
   reducer->ledger().close_step(active);
   broadcast(buffers, reducer->here(Where::Kind::step, "the broadcast of rank 0's buffers"));
   if (scaler.on()) scaler.settle(skipped);
+  if (Timeline& timeline = timeline_of(world); timeline.on()) {
+    timeline.mark(tracks::steps, "step " + std::to_string(reducer->steps()));
+    timeline.enter(doing::forward);
+  }
   reducer->finish_step();
 }
 
@@ -88,10 +94,11 @@ StepInfo Engine::step() {
   const StepInfo info = impl.begin_step();
   if (info.skipped) return info;
   Reducer& reducer = *impl.reducer;
-  const Timeline::Scope scope(timeline_of(impl.world), "optimizer", [] { return "update"; });
+  timeline_of(impl.world).enter(doing::optimizer);
   road_of(impl.world).pass(Point::update);
   impl.updater->step(reducer.buckets(), reducer.shard(), impl.options.schedule.factor(info.step), reducer.ledger(),
                      reducer.fault, reducer.here(Where::Kind::step, "the updated parameters"));
+  timeline_of(impl.world).enter(doing::step);
   impl.end_step();
   return info;
 }
@@ -101,7 +108,9 @@ StepInfo Engine::begin_step() {
   if (!impl_->updater->is_users()) {
     throw Error(impl_->world.rank(), "begin_step() of an engine that has an optimizer; call step()");
   }
-  return impl_->begin_step();
+  const StepInfo info = impl_->begin_step();
+  if (!info.skipped) timeline_of(impl_->world).enter(doing::optimizer);
+  return info;
 }
 
 std::vector<Piece> Engine::pieces() {
@@ -114,6 +123,7 @@ void Engine::end_step() {
   const TrainingMode training;
   if (!impl_->in_step) throw Error(impl_->world.rank(), "end_step() without begin_step()");
   Reducer& reducer = *impl_->reducer;
+  timeline_of(impl_->world).enter(doing::step);
   road_of(impl_->world).pass(Point::update);
   impl_->updater->take_back(reducer.buckets(), reducer.shard(), reducer.ledger(),
                             reducer.here(Where::Kind::step, "the updated parameters"));

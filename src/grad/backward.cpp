@@ -25,6 +25,8 @@ namespace {
 // Who listens to one outermost backward.
 class Record final : public c10::DebugInfoBase {
  public:
+  const std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
+
   bool add(const std::shared_ptr<Listener>& listener) {
     std::lock_guard lock(mutex_);
     if (std::find(listeners_.begin(), listeners_.end(), listener) != listeners_.end()) return false;
@@ -234,6 +236,11 @@ std::exception_ptr Outermost::end(std::exception_ptr failure) {
   if (!state_) return failure;
   state_->close();
   return state_->ours ? state_->record->tell(failure) : failure;
+}
+
+std::chrono::steady_clock::time_point began() {
+  const Record* record = current();
+  return record != nullptr ? record->began : std::chrono::steady_clock::now();
 }
 
 void save_with(MakeHooks make) { make_hooks = make; }

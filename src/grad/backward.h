@@ -2,6 +2,7 @@
 // in a hook) belongs to the outermost one: one pass, not two.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -26,6 +27,9 @@ class Listener {
 // Inside an autograd hook: has `listener` called when the outermost backward around this hook ends. False if that was
 // arranged already.
 bool listen(const std::shared_ptr<Listener>& listener);
+
+// When the outermost backward around this hook began; now, where none was announced.
+std::chrono::steady_clock::time_point began();
 
 // Announces a backward: lives on the thread that calls it, from before it begins until it has returned. Inside of another
 // one it is nothing, since the outermost counts. Its record travels with libtorch's thread-local state into every thread

@@ -7,7 +7,7 @@
 #include "grad/manifest.h"
 #include "layout/digest.h"
 #include "plumb/error.h"
-#include "world/report.h"
+#include "watch/report.h"
 
 namespace plumb {
 namespace {
@@ -148,24 +148,29 @@ int64_t digest_of(const Settings& settings) {
 void check_settings(Group& control, int rank, const Settings& mine, const Agreement& all, const Where& where) {
   if (all.any.settings == all.every.settings) return;
   const auto count = static_cast<int64_t>(mine.size());
+  int64_t least = count;
+  int64_t another = count;
   for (const auto& others : control.exchange(std::span(&count, 1), where)) {
-    if (others[0] == count) continue;
-    throw Error(rank, "the optimizers of the ranks have different numbers of settings, " + std::to_string(count) +
-                          " here and " + std::to_string(others[0]) + " elsewhere, at step " +
-                          std::to_string(where.step) + "; build the same optimizer on every rank");
+    least = std::min(least, others[0]);
+    if (others[0] != count) another = others[0];
   }
-  std::vector<int64_t> bits;
-  for (const auto& [name, value] : mine) bits.push_back(std::bit_cast<int64_t>(value));
+  const std::string at = where.kind == Where::Kind::step ? ", at step " + std::to_string(where.step) : "";
+  std::vector<int64_t> bits;  // of what all have: it may tell why one has more
+  for (const auto& [name, value] : std::span(mine).first(least)) bits.push_back(std::bit_cast<int64_t>(value));
   const auto everybodys = control.exchange(bits, where);
   for (size_t i = 0; i < bits.size(); ++i) {
     for (size_t other = 1; other < everybodys.size(); ++other) {
       if (everybodys[other][i] == everybodys[0][i]) continue;
       const auto told = [](int64_t value) { return shortest(std::bit_cast<double>(value)); };
       throw Error(rank, mine[i].first + " is " + told(everybodys[other][i]) + " on rank " + std::to_string(other) +
-                            ", where it is " + told(everybodys[0][i]) + " on rank 0, at step " +
-                            std::to_string(where.step) + "; set it alike on every rank");
+                            ", where it is " + told(everybodys[0][i]) + " on rank 0" + at +
+                            "; it must be alike on every rank");
     }
   }
+  if (another == count) return;
+  throw Error(rank, "the optimizers of the ranks have different numbers of settings, " + std::to_string(count) +
+                        " here and " + std::to_string(another) + " elsewhere" + at +
+                        "; build the same optimizer on every rank");
 }
 
 void check_nobody_failed(int rank, const Agreement& all) {

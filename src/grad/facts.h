@@ -19,7 +19,7 @@ struct Facts {
   bool failed = false;    // this rank's backward threw: its gradients are incomplete
   int64_t newcomers = 0;  // digest of the parameters that began to require a gradient; 0: none
   int64_t rules = 0;      // digest of the dtypes that the parameters' gradients have
-  int64_t settings = 0;   // at a step: digest of what the user may set between steps
+  int64_t settings = 0;   // digest of what must be alike: at a step, or in a backward
   int64_t gathers = 0;    // digest of the parameters that were gathered by messages, in order
   int64_t weighted = 0;   // how many backwards of this step had a weight
   bool absent = false;    // this rank ran out of inputs and contributes nothing

@@ -64,6 +64,12 @@ class Call {
     refuse(piece, name(), c10::str("over dimensions ", dims, " alone, which lie on several ranks"));
   }
 
+  // As of any empty tensor of that shape; a piece has another one.
+  void ask_empty(const PieceOf& piece) {
+    stack_[first_] = at::empty(piece.shape, self().options());
+    op_.callBoxed(&stack_);
+  }
+
   void give(std::initializer_list<c10::IValue> results) {
     stack_.resize(first_);
     stack_.insert(stack_.end(), results);
@@ -199,7 +205,7 @@ void answer_norm(const c10::OperatorHandle& op, Stack& stack) {
   const double order = call.number(order_name, 2.0);
   check_has_norm(*of, local, call.name());
   const Below below;
-  if (of->numel() == 0) return op.callBoxed(&stack);  // as of any empty tensor
+  if (of->numel() == 0) return call.ask_empty(*of);
   const at::ScalarType dtype = call.dtype().value_or(local.scalar_type());
   const at::Tensor mine = norm_of(local, order, dtype).view({-1});
   const at::Tensor rows = everybodys(*of, question_about(c10::str("the ", order, "-norm"), *of), mine);
@@ -331,7 +337,7 @@ void answer_extremum(const c10::OperatorHandle& op, Stack& stack) {
   const auto [local, of] = asked(call);
   if (local.is_complex()) refuse(*of, call.name(), "complex numbers have no order");
   const Below below;
-  if (of->numel() == 0) return op.callBoxed(&stack);  // as of any empty tensor
+  if (of->numel() == 0) return call.ask_empty(*of);
   const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), extremum(local, end));
   call.give({as_result(end == End::max ? rows.amax(0) : rows.amin(0), local.scalar_type())});
 }
@@ -341,7 +347,7 @@ void answer_both_extrema(const c10::OperatorHandle& op, Stack& stack) {
   const auto [local, of] = asked(call);
   if (local.is_complex()) refuse(*of, call.name(), "complex numbers have no order");
   const Below below;
-  if (of->numel() == 0) return op.callBoxed(&stack);
+  if (of->numel() == 0) return call.ask_empty(*of);
   const at::Tensor mine = at::cat({extremum(local, End::min), extremum(local, End::max)});
   const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), mine);
   call.give({rows.select(1, 0).amin().to(local.scalar_type()), rows.select(1, 1).amax().to(local.scalar_type())});

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <ranges>
 
-#include "world/strike.h"
-#include "world/timeline.h"
+#include "watch/strike.h"
+#include "watch/timeline.h"
 
 namespace plumb {
 
@@ -204,6 +204,7 @@ void Reducer::accumulator_changed(Sink& sink) {
 // ---- one pass
 
 OpenPass& Reducer::open_pass() {
+  if (Timeline& timeline = timeline_of(world()); timeline.on()) timeline.enter(doing::backward, backward::began());
   prepare_capture();
   OpenPass pass;
   pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
@@ -259,6 +260,7 @@ void Reducer::backward_ended(std::exception_ptr failure) {
     close_held_pass(pass);
   }
   note_capture();
+  timeline_of(world()).enter(doing::forward);
   if (pass.failure && !failure) std::rethrow_exception(pass.failure);
 }
 
@@ -408,7 +410,8 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.absent = absence_.now();
   mine.newcomers = members_.newcomers_digest();
   mine.rules = buckets_.rules_digest();
-  if (kind == Where::Kind::step) mine.settings = digest_of(settings);
+  const Settings& compared = kind == Where::Kind::step ? settings : settings_of_backwards;
+  mine.settings = digest_of(compared);
   mine.weight = weights_.sum();
   mine.weighted = weights_.count();
   mine.late = std::move(late);
@@ -423,7 +426,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   if (settle_gathers) mine.gathers = settle_gathers();
   Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
   if (all.any.gathers != all.every.gathers) explain_gathers(here(kind, "the gathers that differ"));
-  check_settings(team_.control(), team_.rank(), settings, all, here(kind, "the settings that differ"));
+  check_settings(team_.control(), team_.rank(), compared, all, here(kind, "the settings that differ"));
   return all;
 }
 

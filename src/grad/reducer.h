@@ -84,6 +84,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // What the user may set between steps, by name: must be the same on every rank at a step.
   Settings settings;
+  // Likewise, in every backward that is reduced.
+  Settings settings_of_backwards;
 
   // The run goes on after `steps` steps.
   void resume(int64_t steps);

@@ -5,7 +5,7 @@
 #include "grad/in_place.h"
 #include "grad/scattered.h"
 #include "grad/tree.h"
-#include "world/timeline.h"
+#include "watch/timeline.h"
 
 namespace plumb {
 
@@ -19,7 +19,7 @@ void Summing::finish(Bucket& bucket, const Where& where) {
   bucket.reduction.reset();
   arrived(bucket, where);
   if (Timeline& timeline = timeline_of(team_.world()); timeline.on()) {
-    timeline.span("buckets", "bucket " + std::to_string(bucket.index), bucket.begun);
+    timeline.span(tracks::buckets, "bucket " + std::to_string(bucket.index), bucket.begun);
   }
 }
 

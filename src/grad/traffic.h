@@ -7,7 +7,7 @@
 #include "grad/buckets.h"
 #include "grad/faults.h"
 #include "grad/summing.h"
-#include "world/road.h"
+#include "watch/road.h"
 
 namespace plumb {
 

@@ -41,14 +41,11 @@ Estimate estimate(const ModelShape& model, const Plan& plan) {
   }
 
   const auto gradient_bytes = static_cast<double>(params * recipe.gradient);
-  double wire = 0;
-  if (sharded(plan.row.gradient)) {
-    // Summed into the shards, and each shard over the replicas.
-    const double each = one_way(gradient_bytes, shards) + 2 * one_way(gradient_bytes / shards, replicas);
-    wire += each * static_cast<double>(plan.reductions);
-  } else {
-    wire += 2 * one_way(gradient_bytes, shards * replicas) * static_cast<double>(plan.reductions);
-  }
+  // Where gradients are sharded: summed into the shards, and each shard over the replicas.
+  const double reduction = sharded(plan.row.gradient)
+                               ? one_way(gradient_bytes, shards) + 2 * one_way(gradient_bytes / shards, replicas)
+                               : 2 * one_way(gradient_bytes, shards * replicas);
+  double wire = reduction * static_cast<double>(plan.reductions);
   if (sharded(plan.row.state)) wire += one_way(static_cast<double>(whole * recipe.parameter), shards);
   // Units are gathered for each forward and for each backward.
   wire += 2 * one_way(static_cast<double>(in_units * recipe.parameter), shards) * static_cast<double>(plan.backwards);

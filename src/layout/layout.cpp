@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <map>
 
-#include "world/round.h"
+#include "backend/round.h"
 
 namespace plumb {
 namespace {
@@ -45,7 +45,6 @@ Layout plan(const std::vector<Item>& items, const std::vector<int>& order, const
   bool first = true;
 
   auto close = [&](Open& bucket) {
-    if (bucket.shape.items.empty()) return;
     if (options.owners > 0) {
       share_out(bucket.shape, layout.slots, items, options.owners, kAlignment * options.shards / options.owners);
     } else {
@@ -68,7 +67,7 @@ Layout plan(const std::vector<Item>& items, const std::vector<int>& order, const
     const int64_t length = round_up(item.numel, kAlignment);
     const int64_t bytes = length * item.element_bytes;
     int64_t cap = first ? options.first_bucket_bytes : options.bucket_bytes;
-    if (options.owners > 0) cap = std::max(cap, options.owners * std::max(bucket.largest, bytes));
+    cap = std::max(cap, options.owners * std::max(bucket.largest, bytes));
     if (bucket.bytes > 0 && bucket.bytes + bytes > cap) close(bucket);
     bucket.shape.kind = item.kind;
     bucket.shape.items.push_back(index);

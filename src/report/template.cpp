@@ -66,6 +66,9 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 .samples td.q { width: 47%; }
 .samples td.m { width: 26px; text-align: right; padding-right: 0; }
 .samples.text td.q { text-align: left; width: 44%; }
+.spent td { padding: 4px 14px 4px 0; white-space: nowrap; font-size: 13px; color: var(--soft); }
+.spent td:nth-child(2) { width: 62%; }
+.bar { display: flex; height: 13px; border-radius: 4px; overflow: hidden; }
 .yes { color: var(--good); } .no { color: var(--bad); }
 .facts { display: grid; grid-template-columns: 1fr 1fr; column-gap: 28px; }
 .facts div { display: flex; justify-content: space-between; gap: 14px; padding: 5px 0; border-top: 1px solid var(--grid); }
@@ -228,6 +231,24 @@ if (measured) {
   later(() => chart(box, [{name: "norm", x: c.step, y: c.norm, color: "var(--c3)", thin: c.step.length > 60},
     ...(c.step.length > 60 ? [{name: "smoothed", x: c.step, y: smooth(c.norm, keep(c.norm)), color: "var(--c3)"}] : [])],
     {min: 0, robust: true, label: "gradient norm"}));
+}
+if (s.time_spent_ms && s.time_spent_ms.length) {
+  const kinds = [["compute", "compute", "c0"], ["data", "gradients and updated parameters", "c1"], ["gathers", "gathers", "c3"],
+    ["control", "host messages", "c6"], ["optimizer", "optimizer", "c2"]];
+  const {box, head} = card("Where a step's time goes", "mean of the traced steps, in ms; waits are what no computation hides", "wide");
+  head.append(el("span", {className: "keys"}, ...kinds.map(([, name, color]) => { const k = el("s"); k.style.background = `var(--${color})`; return el("span", {}, k, name); })));
+  const longest = Math.max(...s.time_spent_ms.map(t => t.step)) || 1, table = el("table", {className: "spent"});
+  s.time_spent_ms.forEach((t, r) => {
+    const bar = el("div", {className: "bar"}), row = table.insertRow();
+    for (const [key, name, color] of kinds) {
+      const part = el("span", {title: `${name}: ${num(t[key])} ms`}); part.style.width = 100 * Math.max(0, t[key]) / longest + "%";
+      part.style.background = `var(--${color})`; bar.append(part);
+    }
+    const who = t.waited_for.map((ms, q) => [ms, q]).filter(w => w[0] > .005 * t.step).sort((a, b) => b[0] - a[0]).slice(0, 3);
+    row.append(el("td", {textContent: "rank " + r}), el("td", {}, bar), el("td", {textContent: num(t.step) + " ms"}),
+      el("td", {textContent: who.length ? "waited for " + who.map(([ms, q]) => `rank ${q} (${num(ms)} ms)`).join(", ") : ""}));
+  });
+  box.append(table);
 }
 {
   const {box, head} = card("Memory", c.memory.length > 1 ? "" : "resident", "third");

@@ -77,10 +77,21 @@ std::optional<std::string> newest_in(const std::string& path, std::vector<std::s
       }
       return candidate;
     } catch (const Error& error) {
-      if (skipped != nullptr) skipped->push_back(error.what());
+      const std::string_view what = error.what(), ours = "plumb: ";  // it will stand inside of another one's
+      if (skipped != nullptr) skipped->emplace_back(what.substr(what.starts_with(ours) ? ours.size() : 0));
     }
   }
   return std::nullopt;
+}
+
+std::string newest_of(const std::string& path, std::vector<std::string>* skipped) {
+  std::vector<std::string> ours;
+  std::vector<std::string>& why_not = skipped != nullptr ? *skipped : ours;
+  if (const auto found = newest_in(path, &why_not)) return *found;
+  std::string why = "there is no complete checkpoint in '" + path + "'";
+  if (!is_folder(path)) why += ": there is no such folder";
+  for (const std::string& one : why_not) why += "; " + one;
+  throw Error(why);
 }
 
 Writer::Writer(const std::string& root) : root_(prepared(root)), lock_(root) {

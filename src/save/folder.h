@@ -25,6 +25,8 @@ std::vector<Named> checkpoints_in(const std::string& root);
 // The checkpoint that `path` means: itself, or the newest in it whose manifest can be read and whose files have their
 // length. `skipped`: those newer ones that cannot, and why. Empty where there is none.
 std::optional<std::string> newest_in(const std::string& path, std::vector<std::string>* skipped = nullptr);
+// The same, and an Error that says why where there is none.
+std::string newest_of(const std::string& path, std::vector<std::string>* skipped = nullptr);
 bool is_checkpoint(const std::string& path);  // it has a manifest
 
 // The one writer of a folder of checkpoints.

@@ -3,9 +3,9 @@
 
 #include <span>
 
+#include "backend/arguments.h"
 #include "sim/collective.h"
 #include "sim/memory.h"
-#include "world/arguments.h"
 
 namespace plumb::sim {
 namespace {

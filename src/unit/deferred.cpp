@@ -121,6 +121,7 @@ at::Tensor restore(const std::string& name, const at::Tensor& parameter, const W
     auto node = parts().all.extract(parameter.unsafeGetTensorImpl());
     part = std::move(node.mapped());
   }
+  if (part.rows) throw Error(world.rank(), "parameter '" + name + "' was cut by rows, and its engine does not");
   const Where where{Where::Kind::setup, 0, 0, "the deferred parameter '" + name + "'"};
   for (const auto& other : exchange(world, std::span(&part.digest, 1), where)) {
     if (other[0] == part.digest) continue;

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "plumb/error.h"
-#include "world/road.h"
-#include "world/timeline.h"
+#include "watch/road.h"
+#include "watch/timeline.h"
 
 namespace plumb {
 
@@ -19,6 +19,9 @@ Gathers::Gathers(Reducer& reducer, std::deque<Home>& homes)
 
 void Gathers::fill(Home& home) {
   if (home.full && !home.ahead) return;
+  // Memory of the engine's, whatever transform of torch.func asks for it.
+  const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   if (home.peers.empty()) return gather_together(home);
   gather(home);
 }
@@ -88,18 +91,18 @@ void Gathers::send_for(const std::vector<Home*>& homes) {
   at::NoGradGuard no_grad;
   std::vector<Group::Part> parts;
   Digest what;
-  for (Home* home : homes) {
-    const Alone alone(home->lanes, home->whole.device());
-    begin(*home);
-    parts.push_back({home->bucket.parameter, home->whole});
-    what.add(static_cast<uint64_t>(home->bucket.index));
-    sent_for_.add(static_cast<uint64_t>(home->bucket.index));
-    sent_since_.push_back(home->bucket.index);
-  }
-  const int64_t said = reducer_.fault == Fault::gather_unnamed ? 0 : what.value();
   const auto message = std::make_shared<Pending>();
-  for (Home* home : homes) home->arriving = message;
   try {
+    for (Home* home : homes) {
+      const Alone alone(home->lanes, home->whole.device());
+      home->arriving = message;
+      begin(*home);
+      parts.push_back({home->bucket.parameter, home->whole});
+      what.add(static_cast<uint64_t>(home->bucket.index));
+      sent_for_.add(static_cast<uint64_t>(home->bucket.index));
+      sent_since_.push_back(home->bucket.index);
+    }
+    const int64_t said = reducer_.fault == Fault::gather_unnamed ? 0 : what.value();
     *message = reducer_.team().shard_control().gather(parts, said);
   } catch (...) {
     lose();
@@ -160,16 +163,21 @@ void Gathers::begin(Home& home) {
 void Gathers::gather(Home& home) {
   at::NoGradGuard no_grad;
   const Alone alone(home.lanes, home.whole.device());
-  begin(home);
-  home.lend();
-  home.versions = home.versions_now();
-  if (home.peers.empty()) {
-    home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket.parameter));
-    return;
-  }
-  const int64_t part = home.bucket.held.size();
-  for (size_t r = 0; r < home.peers.size(); ++r) {
-    home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
+  try {
+    begin(home);
+    home.lend();
+    home.versions = home.versions_now();
+    if (home.peers.empty()) {
+      home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket.parameter));
+      return;
+    }
+    const int64_t part = home.bucket.held.size();
+    for (size_t r = 0; r < home.peers.size(); ++r) {
+      home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
+    }
+  } catch (...) {
+    home.peers.empty() ? home.abandon() : home.release();  // nobody takes it for whole
+    throw;
   }
 }
 

@@ -3,13 +3,26 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "plumb/error.h"
 #include "unit/deferred.h"
 #include "unit/storage.h"
 
 namespace plumb {
+namespace {
+
+// Memory that a message which nobody waits for any more may still write into.
+void keep_for_ever(c10::DataPtr memory) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<c10::DataPtr>;  // never ends: messages may outlive what is static
+  const std::scoped_lock lock(mutex);
+  kept->push_back(std::move(memory));
+}
+
+}  // namespace
 
 Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.world().rank()) {
   at::NoGradGuard no_grad;
@@ -26,7 +39,7 @@ Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.worl
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(whole, sink->slot.offset, sink->parameter);
     if (rows.defined()) {
-      if (bucket.numel != bucket.held.size() * reducer.shard().size() || rows.numel() > bucket.held.size()) {
+      if (reducer.options().cut != Cut::at_rows || rows.numel() > bucket.held.size()) {
         throw Error(reducer.world().rank(), "parameter '" + sink->name + "' was cut by rows, and its engine does not");
       }
     } else if (deferred::waits(sink->parameter)) {
@@ -104,7 +117,7 @@ void Home::release() {
 void Home::abandon() {
   withdraw();
   c10::StorageImpl& storage = *whole.storage().unsafeGetStorageImpl();
-  (void)new c10::DataPtr(storage.set_data_ptr(storage.allocator()->allocate(0)));
+  keep_for_ever(storage.set_data_ptr(storage.allocator()->allocate(0)));
   empty_storage(storage, "plumb: released");
   full = false;
 }

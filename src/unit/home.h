@@ -33,19 +33,20 @@ struct Home {
   bool named = false;              // such a one says what it gathers, and asks nobody
   int holds = 0;
   std::unordered_set<const void*> readers;  // nodes that are running with what they unpacked
-  bool full = false;                        // there is memory, with the values or with those on their way
-  bool lent = false;                        // the parameters point into it
-  bool complete = false;                    // its last gradient of this pass has come
-  bool ahead = false;                       // gathered, or kept, before anybody asked
-  bool soon = false;                        // in the window of those that are used next
-  std::shared_ptr<Pending> arriving{};      // the message that fills it
+  bool lingers = false;   // saved where nobody tells when it is read: whole until a backward or an update is over
+  bool full = false;      // there is memory, with the values or with those on their way
+  bool lent = false;      // the parameters point into it
+  bool complete = false;  // its last gradient of this pass has come
+  bool ahead = false;     // gathered, or kept, before anybody asked
+  bool soon = false;      // in the window of those that are used next
+  std::shared_ptr<Pending> arriving{};  // the message that fills it
   std::chrono::steady_clock::time_point sent_for{};
   std::vector<std::vector<int64_t>> shapes;  // of the parameters
   std::vector<uint32_t> versions;            // of the parameters when it became full
 
   const std::string& name() const { return bucket.sinks[0]->name; }  // by which errors call it
   int64_t bytes() const { return bucket.numel * static_cast<int64_t>(whole.element_size()); }
-  bool in_use() const { return holds > 0 || !readers.empty(); }
+  bool in_use() const { return holds > 0 || !readers.empty() || lingers; }
   std::vector<uint32_t> versions_now() const;
 
   void make_room();  // it is full, of nothing yet

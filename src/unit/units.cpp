@@ -1,6 +1,8 @@
 #include "unit/units.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/functorch/DynamicLayer.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -155,6 +157,10 @@ void Units::leave(int unit) {
     if (backward::listen(shared_from_this())) ++tasks_;
     touch(unit);
   }
+  // What transforms save goes through no hooks.
+  if (at::functorch::maybeCurrentDynamicLayer() || !at::SavedTensorDefaultHooks::is_enabled()) {
+    for (Home* home : homes_of_unit_[unit]) home->lingers = true;
+  }
   let_go(homes_of_unit_[unit]);
 }
 
@@ -176,6 +182,7 @@ void Units::begin_update() {
       throw Error(reducer_.world().rank(), "step() while the parameters beside '" + home.name() +
                                                "' are in use; end the scope that gathered them first");
     }
+    home.lingers = false;
     gathers_.release(home);
     home.lanes.begin_all(home.whole.device());
     home.bring_home();
@@ -207,6 +214,7 @@ NamedTensors Units::shards() const {
 void Units::shards_written() {
   Lock lock(mutex_);
   for (Home& home : homes_) {
+    home.lingers = false;
     if (!home.in_use()) gathers_.release(home);  // also what was gathered ahead: it is of before
   }
   reducer_.control().barrier().wait(reducer_.here(Where::Kind::step, "the shards that were written"));
@@ -287,7 +295,7 @@ void Units::backward_ended(std::exception_ptr) {
   gathers_.backward_ended();
   for (Home& home : homes_) {
     home.readers.clear();  // a node that threw never said that it was done
-    home.complete = false;
+    home.complete = home.lingers = false;
     release_if_idle(home);
   }
 }

@@ -6,10 +6,10 @@
 #include <numeric>
 #include <utility>
 
-#include "world/gloo.h"
-#include "world/nccl.h"
-#include "world/shm_ring.h"
-#include "world/tcp.h"
+#include "backend/gloo.h"
+#include "backend/nccl.h"
+#include "backend/shm_ring.h"
+#include "backend/tcp.h"
 
 namespace plumb {
 namespace {

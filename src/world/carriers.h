@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "backend/hierarchy.h"
+#include "backend/machines.h"
 #include "world/environment.h"
-#include "world/hierarchy.h"
-#include "world/machines.h"
 #include "world/world_impl.h"
 
 namespace plumb {

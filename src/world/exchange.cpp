@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "world/shm_ring.h"
+#include "backend/shm_ring.h"
 #include "world/world_impl.h"
 
 namespace plumb {

@@ -5,14 +5,13 @@
 #include <ATen/ops/view_as_real.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <bit>
 #include <cstring>
 #include <thread>
 #include <utility>
 
+#include "backend/round.h"
+#include "backend/sum.h"
 #include "world/collective.h"
-#include "world/round.h"
-#include "world/sum.h"
 #include "world/world_impl.h"
 
 namespace plumb {
@@ -83,14 +82,15 @@ struct Cost {
   static Cost ring(const Group::Impl& group, int64_t turns, const at::Tensor& whole) {
     if (group.counts_itself) return {};
     const int64_t steps = turns * (group.size - 1);
-    return {group.direct ? turns : steps, steps, steps * static_cast<int64_t>(whole.nbytes()) / group.size};
+    return {rounds_around(group.carriage, turns, group.size), steps,
+            steps * static_cast<int64_t>(whole.nbytes()) / group.size};
   }
   static Cost to_each(const Group::Impl& group, const at::Tensor& whole) {
     return {1, group.size - 1, (group.size - 1) * static_cast<int64_t>(whole.nbytes()) / group.size};
   }
   static Cost tree(const Group::Impl& group, int64_t bytes) {
     if (group.counts_itself) return {};
-    const int64_t depth = std::bit_width(static_cast<unsigned>(group.size - 1));
+    const int64_t depth = rounds_of_tree(group.size);
     return {depth, depth, bytes * depth};
   }
 };
@@ -160,9 +160,9 @@ void Pending::wait(const Where& where) {
   if (keep_.empty() || keep_.front().is_cpu()) {
     const Cargo cargo = cargo_of(ticket);
     const Timeline::Scope scope(watch_->timeline(),
-                                cargo == Cargo::data     ? "wait for data"
-                                : cargo == Cargo::gather ? "wait for gathers"
-                                                         : "control",
+                                cargo == Cargo::data     ? tracks::data
+                                : cargo == Cargo::gather ? tracks::gathers
+                                                         : tracks::control,
                                 [&] { return describe(where); });
     watch_->wire()->waited(cargo, !work->isCompleted());
     watch_->wait(*work, where, ticket);
@@ -211,7 +211,7 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
   group->size = backend->getSize();
   group->native_reduce_scatter = name != "gloo";
   group->any_dtype = name == "local" || name == "shm" || name == "tcp" || name == "shm+tcp";
-  group->direct = name == "tcp";
+  group->carriage = carriage_of(name);
   group->host_memory = name == "shm" || name == "shm+tcp";
   group->counts_itself = name == "shm+tcp";
   group->has_links = Links::offered_by(*backend);
@@ -231,7 +231,7 @@ Pending Group::all_reduce(at::Tensor tensor) {
 
 bool Group::messages_are_dear() const {
   if (size() == 1 || impl_->counts_itself) return false;  // machines would send what they could sum first
-  return impl_->direct || impl_->host_memory || !impl_->native_reduce_scatter;
+  return impl_->carriage == Carriage::direct || impl_->host_memory || !impl_->native_reduce_scatter;
 }
 
 Pending Group::reduce_scatter(at::Tensor shard, at::Tensor full) {

@@ -14,20 +14,13 @@
 
 #include "plumb/strategy.h"
 #include "plumb/world.h"
+#include "watch/where.h"
 
 namespace c10d {
 class Work;
 }
 
 namespace plumb {
-
-// Where a rank stands in its program, for error reports: "backward 2 of step 5".
-struct Where {
-  enum class Kind { setup, backward, step, rebuild } kind = Kind::setup;
-  int64_t step = 0;      // steps finished
-  int64_t pass = 0;      // backwards begun since then
-  std::string detail{};  // what exactly, for humans: "reduction of bucket 3"
-};
 
 class Watch;
 struct Ticket;

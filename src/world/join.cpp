@@ -16,11 +16,11 @@
 #include <numeric>
 #include <thread>
 
+#include "backend/gloo.h"
+#include "backend/shm_heap.h"
 #include "world/carriers.h"
 #include "world/environment.h"
-#include "world/gloo.h"
 #include "world/rendezvous.h"
-#include "world/shm_heap.h"
 #include "world/world_impl.h"
 
 namespace plumb {

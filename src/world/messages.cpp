@@ -97,7 +97,6 @@ std::shared_ptr<Group::Impl> make_group(c10::intrusive_ptr<c10d::Backend> backen
 }
 
 Links* Group::Impl::links(Cargo cargo) {
-  if (!has_links) return nullptr;
   std::lock_guard lock(issuing);
   auto& links = cargo == Cargo::gather ? gather_links : control_links;
   if (!links) links = std::make_unique<Links>(backend, issuing, watch->wire(), cargo);

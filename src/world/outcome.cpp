@@ -1,15 +1,21 @@
 #include "world/outcome.h"
 
-#include "world/report.h"
+#include <c10/util/Exception.h>
+
+#include "watch/report.h"
 
 namespace plumb {
 
 Outcome attempt(const std::function<std::string()>& work) {
   try {
     return {work(), ""};
+  } catch (const c10::Error& error) {  // where it was raised is nothing to the user
+    return {"", error.what_without_backtrace()};
   } catch (const std::exception& error) {
     const std::string what = error.what();
     return {"", what.empty() ? "an unknown error" : what};
+  } catch (...) {  // of the user's own functions
+    return {"", "an exception that is no std::exception"};
   }
 }
 

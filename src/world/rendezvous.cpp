@@ -13,8 +13,8 @@
 #include <thread>
 #include <utility>
 
-#include "world/bounded.h"
-#include "world/report.h"
+#include "watch/bounded.h"
+#include "watch/report.h"
 
 namespace plumb {
 namespace {

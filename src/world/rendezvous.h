@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "plumb/error.h"
+#include "watch/report_channel.h"
 #include "world/environment.h"
-#include "world/report_channel.h"
 
 namespace plumb {
 

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "world/local.h"
+#include "backend/local.h"
 #include "world/world_impl.h"
 
 namespace plumb {

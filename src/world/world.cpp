@@ -17,6 +17,18 @@ std::chrono::milliseconds World::timeout() const { return impl_->timeout; }
 
 void World::barrier() const { control_group(*this).barrier().wait(Where{.detail = "barrier"}); }
 
+Road& road_of(const World& world) {
+  World::Impl& impl = world.impl();
+  return impl.watch ? impl.watch->road() : impl.road;
+}
+
+Timeline& timeline_of(const World& world) {
+  World::Impl& impl = world.impl();
+  return impl.watch ? impl.watch->timeline() : impl.timeline;
+}
+
+int ranks_per_machine(const World& world) { return world.impl().ranks_per_machine; }
+
 // The others learn that this rank left before its connections go.
 World::Impl::~Impl() {
   try {

@@ -10,11 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "backend/hierarchy.h"
+#include "backend/links.h"
+#include "backend/rounds.h"
+#include "watch/road.h"
+#include "watch/watch.h"
 #include "world/group.h"
-#include "world/hierarchy.h"
-#include "world/links.h"
-#include "world/road.h"
-#include "world/watch.h"
 
 namespace plumb {
 
@@ -30,8 +31,7 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   bool native_reduce_scatter = true;
   // The backend moves every dtype; otherwise gathered and broadcast memory travels as bytes.
   bool any_dtype = true;
-  // Its ranks send to each other directly; otherwise round a ring.
-  bool direct = false;
+  Carriage carriage = Carriage::ring;
   // The memory that the backend offers is the host's; otherwise a device's.
   bool host_memory = false;
   // The backend counts itself what crosses: not every rank sends.

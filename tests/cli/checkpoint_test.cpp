@@ -2,11 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <torch/torch.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "cli/support/program.h"
+#include "plumb/plumb.h"
 
 namespace plumb::test {
 
@@ -99,10 +102,13 @@ TEST(Checkpoint, TrainingGoesOnWhereTheDiskDoesNot) {
       words.push_back(word);
     return words;
   }());
-  EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("another run writes checkpoints"));
   EXPECT_THAT(result.err, HasSubstr("training goes on"));
   EXPECT_EQ(saved_in(folder), 0u);
+  // To its end, which it tells; what it learned is saved nowhere, and nobody may take that for done.
+  EXPECT_EQ(result.last()["steps"], 40);
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("the state after step 40 is saved nowhere, earlier checkpoints are intact"));
 }
 
 // A real one: a file system of its own, with room for a few checkpoints.
@@ -119,7 +125,7 @@ TEST(Checkpoint, AFullDiskCostsNothingButTheCheckpointsThatDoNotFit) {
     test -n "$how" || exit 77
     exec unshare $how sh -c 'folder=$1; shift
       mount -t tmpfs -o size=500k full "$folder" 2>/dev/null || exit 77
-      "$PLUMB" "$@" || exit $?
+      "$PLUMB" "$@"; test $? = 1 || exit 9
       ls -A "$folder/saved" >&2
       "$PLUMB" checkpoint verify "$folder"/saved/save-* >&2' sh "$@")",
                               words);
@@ -129,6 +135,29 @@ TEST(Checkpoint, AFullDiskCostsNothingButTheCheckpointsThatDoNotFit) {
   EXPECT_THAT(result.err, HasSubstr("save-00000001-step-4"));
   EXPECT_THAT(result.err, HasSubstr("all as they were saved"));
   EXPECT_THAT(result.err, testing::Not(HasSubstr("\n.unfinished-")));
+}
+
+// Of any shape and dtype: an element is named, and by how much it differs.
+TEST(Checkpoint, TheToolComparesScalarsAndComplexNumbers) {
+  const Scratch scratch;
+  struct Few : torch::nn::Module {
+    Few(double scalar, c10::complex<float> number) {
+      register_parameter("scalar", at::full({}, scalar, at::kFloat));
+      register_buffer("empty", at::zeros({0, 3}));
+      register_buffer("numbers", at::full({2}, number, at::kComplexFloat));
+    }
+  };
+  const auto saved = [&](const std::string& name, double scalar, c10::complex<float> number) {
+    Few model(scalar, number);
+    Engine engine(World(), model, SGD{});
+    return engine.save(scratch.path(name));
+  };
+  const std::string a = saved("a", 1.5, {1, 2}), b = saved("b", 2, {1, 2}), c = saved("c", 1.5, {1, 4});
+  EXPECT_EQ(run({"checkpoint", "diff", a, a}).code, 0);
+  EXPECT_THAT(run({"checkpoint", "diff", a, b}).out,
+              HasSubstr("weight 'scalar': 1 of 1 elements differ, by at most 0.5; the first is element 0: 1.5 and 2"));
+  EXPECT_THAT(run({"checkpoint", "diff", a, c}).out,
+              HasSubstr("buffer 'numbers': 2 of 2 elements differ, by at most 2; the first is element 0: "));
 }
 
 TEST(Checkpoint, TheToolLooksComparesAndConverts) {
@@ -172,8 +201,75 @@ TEST(Checkpoint, TheToolLooksComparesAndConverts) {
   EXPECT_EQ(run({"checkpoint", "what"}).code, 2);
 }
 
+// A checkpoint that was damaged is not begun over beside it, as if it had never been.
+TEST(Checkpoint, WhatIsDamagedIsToldAndNotBegunOver) {
+  const Scratch scratch;
+  const std::string folder = scratch.path("saved");
+  const auto again = [&](const Words& more) {
+    Words words = {"--json", "--steps", "6", "--questions", "8", "--checkpoint", folder};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(tiny(words));
+  };
+  EXPECT_EQ(again({"--steps", "2"}).code, 0);
+  EXPECT_EQ(again({"--steps", "4"}).code, 0);
+  const auto cut = [&](const std::string& name) {
+    const std::string file = folder + "/" + name + "/manifest.json";
+    ASSERT_TRUE(std::filesystem::exists(file));
+    std::filesystem::resize_file(file, 100);
+  };
+  cut("save-00000002-step-4");
+  const Result older = again({"--ranks", "2"});
+  EXPECT_EQ(older.code, 0) << older.err;
+  EXPECT_EQ(older.last()["resumed_from_step"], 2);
+  EXPECT_THAT(older.err,
+              HasSubstr("a checkpoint is passed over: the manifest of '" + folder + "/save-00000002-step-4"));
+  cut("save-00000001-step-2");
+  cut("save-00000003-step-6");
+  const Result none = again({"--ranks", "2"});
+  EXPECT_EQ(none.code, 1);
+  EXPECT_THAT(none.err, HasSubstr("of the checkpoints in '" + folder + "' none is complete: the manifest of '"));
+  EXPECT_THAT(none.err, HasSubstr("--resume never starts from nothing"));
+  EXPECT_EQ(again({"--resume", "never"}).last()["resumed_from_step"], 0);
+}
+
+// The tool takes the place of a plain file alone, and leaves nothing of what failed.
+TEST(Checkpoint, TheToolWritesPlainFilesAlone) {
+  const Scratch scratch;
+  const std::string a = scratch.path("a"), model = scratch.path("model.safetensors"), link = scratch.path("link");
+  EXPECT_EQ(run(tiny({"--steps", "2", "--questions", "8", "--checkpoint", a})).code, 0);
+  const std::string pipe = scratch.path("pipe"), sub = scratch.path("sub");
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  std::filesystem::create_directory(sub);
+  for (const std::string& target : {pipe, sub, std::string()}) {
+    const Result refused = run({"checkpoint", "consolidate", a, target});
+    EXPECT_EQ(refused.code, 1);
+    EXPECT_THAT(refused.err, HasSubstr("'" + target + "' is no plain file; name one"));
+  }
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+  EXPECT_FALSE(scratch.has("pipe.unfinished") || scratch.has("sub.unfinished"));
+  scratch.write("model.safetensors", "old");
+  std::filesystem::create_symlink(model, link);
+  EXPECT_EQ(run({"checkpoint", "consolidate", a, link}).code, 0);
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_GT(std::filesystem::file_size(model), 100u);
+  // The number of ranks may stand anywhere.
+  const std::string b = scratch.path("b");
+  EXPECT_EQ(run({"checkpoint", "reshard", "--ranks", "2", a, b}).code, 0);
+  EXPECT_EQ(run({"checkpoint", "reshard", a, b, "--ranks=3"}).code, 0);
+  EXPECT_EQ(run({"checkpoint", "diff", a, b}).code, 0);
+  EXPECT_THAT(run({"checkpoint", "reshard", a, b}).err, HasSubstr("takes a checkpoint, a folder and --ranks N"));
+  EXPECT_THAT(run({"checkpoint", "reshard", a, b, "--ranks", "0"}).err, HasSubstr("--ranks '0': expected a number"));
+}
+
 TEST(Checkpoint, FlagsThatMakeNoSenseAreRefused) {
   EXPECT_THAT(run(tiny({"--save-every", "3"})).err, HasSubstr("--checkpoint DIR"));
+  const auto restarted = [](const Words& more) {
+    Words words = {"--restarts", "1", "--checkpoint", "/none/saved"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(tiny(words)).err;
+  };
+  EXPECT_THAT(restarted({"--ranks", "2", "--min-ranks", "3"}), HasSubstr("--min-ranks 3 is more than --ranks 2"));
+  EXPECT_THAT(restarted({"--backend", "local"}), HasSubstr("--backend local makes ranks threads"));
   EXPECT_THAT(run(tiny({"--nonfinite", "maybe"})).err, HasSubstr("error, skip, continue"));
   EXPECT_THAT(run(tiny({"--resume", "/nowhere"})).err, HasSubstr("no complete checkpoint in '/nowhere'"));
 }

@@ -10,8 +10,8 @@
 
 #include "cli/support/program.h"
 #include "plumb/error.h"
-#include "world/road.h"
-#include "world/strike.h"
+#include "watch/road.h"
+#include "watch/strike.h"
 
 namespace plumb::test {
 

@@ -1,6 +1,7 @@
 // Whole runs of the program: the same numbers on any number of ranks, and what a run leaves behind.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/cuda.h>
 
 #include <cmath>
 #include <fstream>
@@ -133,6 +134,32 @@ TEST(Train, TakesSettingsFromAFileAndFlagsWin) {
   EXPECT_EQ(result.last()["ranks"], 2);
   EXPECT_EQ(result.last()["settings"]["width"], 16);
   EXPECT_EQ(result.last()["settings"]["lr"], 0.5);
+}
+
+// A graph that missed an input, a micro-batch, the clearing of gradients or the learning rate of a step would learn something
+// else.
+TEST(Train, AGraphLearnsTheSameBits) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+  for (const Words& more :
+       {Words{}, Words{"--accumulate", "2", "--strategy", "zero3"}, Words{"--dtype", "bf16", "--recompute"}}) {
+    Words words = json({"--device", "cuda", "--steps", "12", "--warmup", "6", "--eval-every", "5"});
+    words.insert(words.end(), more.begin(), more.end());
+    const Result plain = run(words);
+    words.push_back("--graph");
+    const Result graph = run(words);
+    ASSERT_EQ(plain.code, 0) << plain.err;
+    ASSERT_EQ(graph.code, 0) << graph.err;
+    EXPECT_EQ(plain.losses(), graph.losses());
+    EXPECT_EQ(plain.last()["model_digest"], graph.last()["model_digest"]);
+  }
+  for (const Words& wrong :
+       {Words{"--dtype", "f16"}, Words{"--deterministic"}, Words{"--verify", "2"}, Words{"--model", "moe"}}) {
+    Words words = json({"--device", "cuda", "--graph"});
+    words.insert(words.end(), wrong.begin(), wrong.end());
+    const Result result = run(words);
+    EXPECT_EQ(result.code, 2) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("--graph does not go with " + wrong[0]));
+  }
 }
 
 TEST(Train, RunsInFloat16WithALossScale) {

@@ -67,6 +67,7 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
   expect_usage_error({"train", "--steps", "many"}, {"--steps", "whole number", "'many'"});
   expect_usage_error({"train", "--steps", "1.5"}, {"--steps", "whole number"});
   expect_usage_error({"train", "--steps"}, {"--steps", "needs a value"});
+  expect_usage_error({"train", "--out=", "--steps", "1"}, {"--out needs a value"});
   expect_usage_error({"train", "--steps", "0"}, {"--steps", "at least 1"});
   expect_usage_error({"train", "--steps", "99999999999999999999"}, {"--steps"});
   expect_usage_error({"train", "--lr", "nan"}, {"--lr"});
@@ -75,6 +76,7 @@ TEST(Words, WrongFlagsAndValuesAreOneClearLine) {
   expect_usage_error({"train", "--device", "tpu"}, {"--device", "'tpu'", "cpu, cuda"});
   expect_usage_error({"train", "--backend", "pigeon"}, {"--backend", "'pigeon'", "shm, tcp, gloo, nccl, local"});
   expect_usage_error({"train", "--backend", "nccl"}, {"--backend nccl", "--device cuda"});
+  expect_usage_error({"train", "--graph"}, {"--graph", "--device cpu", "only cuda has graphs"});
   expect_usage_error({"train", "--model", "rnn"}, {"--model", "'rnn'", "gpt"});
   expect_usage_error({"train", "--timeout", "0"}, {"--timeout", "more than 0"});
   expect_usage_error({"train", "--width", "10", "--heads", "3"}, {"--width 10", "--heads 3"});

@@ -118,10 +118,11 @@ TEST(Refill, RefusesWordsOfAnEngineThatCannotBeFollowed) {
     Model model;
     Engine engine;
   };
-  Options scaled, grouped, four, eight;
+  Options scaled, grouped, single, four, eight;
   scaled.loss_scale = LossScale{};
   grouped.groups = {{[](const std::string&) { return true; }, 0.01, {}}};
-  four.deterministic = eight.deterministic = true;
+  single.deterministic = four.deterministic = eight.deterministic = true;
+  single.virtual_ranks = 1;
   four.virtual_ranks = 4;
   eight.virtual_ranks = 8;
   const auto refused = [](One& one, const Json& words, const std::string& what) {
@@ -133,8 +134,10 @@ TEST(Refill, RefusesWordsOfAnEngineThatCannotBeFollowed) {
   refused(adam, with_scale.words(), "has a loss scale, and this engine has none");
   refused(with_scale, adam.words(), "has no loss scale, and this engine has one");
   refused(adam, with_group.words(), "has 1 parameter groups, and this engine 0");
-  One shares(AdamW{}, four), more(AdamW{}, eight);
+  One shares(AdamW{}, four), more(AdamW{}, eight), fewest(AdamW{}, single);
   refused(shares, more.words(), "of 8 virtual ranks, and this engine has 4");
+  refused(shares, fewest.words(), "of 1 virtual ranks, and this engine has 4");
+  refused(fewest, shares.words(), "of 4 virtual ranks, and this engine has 1");
   shares.check(adam.words());  // a run that becomes deterministic, and one that ceases to be
   adam.check(shares.words());
   One none(NoOptimizer{}), users(UserOptimizer{});

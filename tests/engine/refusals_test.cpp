@@ -113,5 +113,16 @@ TEST(Refusal, WeightsThatAreSetAsideWithTheirGradientsAreForgotten) {
   });
 }
 
+TEST(Refusal, OfAParameterThatHasAnEngineNamesItAndTheRank) {
+  const auto texts = test::errors(3, [](World world) {
+    at::Tensor mine = at::zeros({2}).requires_grad_(), shared = at::zeros({2}).requires_grad_();
+    Engine one(world, NamedTensors{{"a", shared}}, {});
+    Engine two(world, NamedTensors{{"mine", mine}, {"b", shared}}, {});
+  });
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_THAT(texts[rank], HasSubstr(c10::str("rank ", rank, ": parameter 'b' belongs to another engine already")));
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -6,7 +6,7 @@
 #include "engine/impl.h"
 #include "errors.h"
 #include "plumb/plumb.h"
-#include "world/wire.h"
+#include "watch/wire.h"
 
 namespace plumb {
 namespace {

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "engine/impl.h"
+#include "plumb/nn.h"
 #include "plumb/plumb.h"
 
 namespace plumb {
@@ -145,6 +146,46 @@ TEST_P(Deliver, TakesABf16RawGradientUnderTheRuleNone) {
     engine.deliver(b, torch::full({33}, 3.0, at::kBFloat16));
     engine.end_pass();
     EXPECT_TRUE(engine.full_gradient(b).to(at::kFloat).eq(3).all().item<bool>());
+  });
+}
+
+// A neighbour's rule widens their bucket: what this one's own operation wrote is kept in the leaf's dtype, and added to.
+TEST_P(Deliver, FusedWritesAddUpBesideAWiderNeighbour) {
+  struct Beside : torch::nn::Module {
+    Beside() {
+      fused = register_module("fused", nn::Linear(nn::LinearOptions{.in = 3, .out = 2, .bias = false}));
+      fused->to(at::kBFloat16);
+      wide = register_parameter("wide", torch::zeros({5}, at::kBFloat16));
+    }
+    nn::Linear fused{nullptr};
+    at::Tensor wide;
+  };
+  run_local(2, [&](World world) {
+    Beside model;
+    Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
+    for (int step = 0; step < 3; ++step) {
+      if (step == 1) model.wide.set_grad_dtype(at::kFloat);  // after their bucket was laid out for the last time
+      double expected = 0;
+      for (int micro = 1; micro <= 3; ++micro) {
+        const at::Tensor x = torch::full({2, 3}, micro + world.rank(), at::kBFloat16);
+        // Whatever memory comes next holds something else.
+        for (std::vector<at::Tensor> dirt; dirt.size() < 64;)
+          dirt.push_back(torch::full({2, 3}, 1000.0, at::kBFloat16));
+        (model.fused->forward(x).sum().to(at::kFloat) + model.wide.to(at::kFloat).sum()).backward();
+        expected += 2 * (micro + 0.5);
+        EXPECT_TRUE(engine.full_gradient(model.fused->weight).to(at::kFloat).eq(expected).all().item<bool>())
+            << step << " " << micro;
+        EXPECT_EQ(engine.full_gradient(model.fused->weight).scalar_type(), at::kBFloat16);
+        for (const Sink& sink : engine.impl().reducer->sinks()) {
+          if (GetParam() == "ddp" && sink.parameter.is_same(model.fused->weight)) {
+            EXPECT_EQ(sink.view_is_wider(), step > 0);
+          }
+        }
+        EXPECT_TRUE(engine.full_gradient(model.wide).to(at::kFloat).eq(micro).all().item<bool>());
+      }
+      engine.step();
+      engine.zero_grad();
+    }
   });
 }
 

@@ -240,5 +240,31 @@ TEST(Deterministic, AGradientChangedAfterTheLastShareIsAnError) {
   });
 }
 
+// What no loss reached has no gradient: neither after a backward, nor after the step, which leaves it as it was.
+TEST(Deterministic, GivesUnusedParametersNoGradient) {
+  for (const char* strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor used = torch::ones({5}).requires_grad_(), unused = torch::ones({3}).requires_grad_();
+      Options options{.strategy = strategy};
+      options.deterministic = true;
+      options.virtual_ranks = 4;
+      Engine engine(world, NamedTensors{{"used", used}, {"unused", unused}}, {}, AdamW{.lr = 0.1, .weight_decay = 0.5},
+                    options);
+      for (int step = 0; step < 2; ++step) {
+        for (int share = 0; share < 2; ++share) {
+          (used.sum() / 2).backward();
+          EXPECT_TRUE(used.grad().defined());
+          EXPECT_FALSE(unused.grad().defined()) << strategy << ", share " << share << " of step " << step;
+        }
+        engine.step();
+        EXPECT_FALSE(unused.grad().defined());
+        EXPECT_TRUE(unused.detach().eq(1).all().item<bool>());
+        EXPECT_FALSE(used.detach().eq(1).any().item<bool>());
+        if (step == 0) engine.zero_grad();
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -215,6 +215,7 @@ TEST_P(PieceIn, EveryFullReductionIsThatOfOneProcess) {
       for (const double order : {0.0, 1.0, 2.0, 2.5}) say(g.norm(order));
       say(at::linalg_vector_norm(g, 2, std::nullopt, false, at::kDouble));
       say(at::linalg_norm(g));
+      if (p.dim() == 1) say(at::linalg_norm(g, 3));  // of a vector; a matrix is refused
       if (g.numel() == 0 && p.numel() == 0) continue;
       say(g.max());
       say(g.min());
@@ -252,6 +253,8 @@ TEST_P(PieceIn, ElementwiseProgramsAreThoseOfOneProcess) {
       g.flatten().add_(1);
       g.copy_(g.to(at::kDouble).view({-1}).neg().view_as(g));
       g.add_(at::full_like(g, 0.5)).sub_(torch::full({}, 0.25)).div_(torch::full({}, 2.0));
+      // A plain number that only takes a piece's dtype is plain still.
+      g.mul_(torch::full({}, 0.75, at::kDouble).to(g)).mul_(torch::full({}, 2, at::kLong).type_as(g));
       EXPECT_TRUE(g.equal(g.clone()));
       EXPECT_FALSE(p.numel() > 0 && g.equal(g + 1));
       EXPECT_TRUE(at::allclose(g, g + 1e-12));

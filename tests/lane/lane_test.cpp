@@ -1,12 +1,22 @@
 // Lanes: who waits for whom, seen by the simulated accelerator.
 #include "lane/lane.h"
 
+#include <ATen/native/SparseTensorUtils.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_values_native.h>
 #include <c10/core/StreamGuard.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include "plumb/sim.h"
+
+// The simulated device has no sparse tensors of its own; these two say what one is made of.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
+  library.impl("_indices", at::native::_indices_sparse);
+  library.impl("_values", at::native::_values_sparse);
+}
 
 namespace plumb {
 namespace {
@@ -150,6 +160,35 @@ TEST_F(LaneTest, WhatOthersMadeIsKeptForTheCurrentStream) {
     (void)at::ones({64}, memory.options());
     one.finish();
     EXPECT_EQ(one.races().empty(), kept) << one.report();
+  }
+}
+
+// Both tensors of a sparse one: the indices are freed with it, too.
+TEST_F(LaneTest, WhatOthersMadeIsKeptForTheCurrentStreamWhereItIsSparse) {
+  const auto make = [&](const at::Tensor& indices, const at::Tensor& values) {
+    at::Tensor sparse = at::detail::make_tensor<at::SparseTensorImpl>(
+        c10::DispatchKeySet(c10::DispatchKey::SparsePrivateUse1), values.dtype());
+    at::sparse::get_sparse_impl(sparse)->raw_resize_(1, 0, {1000});
+    at::sparse::alias_into_sparse(sparse, indices, values);
+    return sparse;
+  };
+  for (const bool reads_indices : {true, false}) {
+    for (const bool kept : {true, false}) {
+      sim::Session one(5);
+      const c10::Stream side = sim::new_stream(0);
+      {
+        const at::Tensor sparse =
+            make(at::ones({1, 64}, memory.options().dtype(at::kLong)), at::ones({64}, memory.options()));
+        sim::wait_for(side, sim::current_stream(0));
+        const c10::StreamGuard guard(side);
+        (void)(reads_indices ? sparse._indices() : sparse._values()).sum();
+        if (kept) keep_for_current(sparse);
+      }
+      (void)at::ones({1, 64}, memory.options().dtype(at::kLong));
+      (void)at::ones({64}, memory.options());
+      one.finish();
+      EXPECT_EQ(one.races().empty(), kept) << (reads_indices ? "indices: " : "values: ") << one.report();
+    }
   }
 }
 

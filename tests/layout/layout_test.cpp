@@ -127,6 +127,42 @@ TEST(Layout, OwnedRangesTileTheBucketInRankOrder) {
   });
 }
 
+// Which items of a run lie with which owner, and where: the largest first, each with whoever has least.
+void place_by_owner(const Input& input, BucketShape& shape, std::vector<Slot>& slots) {
+  const auto padded = [&](int item) { return (input.items[item].numel + kAlignment - 1) / kAlignment * kAlignment; };
+  const int owners = input.options.owners;
+  std::vector<std::vector<int>> lists(owners);
+  const auto length = [&](const std::vector<int>& list) {
+    return std::accumulate(list.begin(), list.end(), int64_t{0},
+                           [&](int64_t sum, int item) { return sum + padded(item); });
+  };
+  std::vector<int> left = shape.items;
+  while (!left.empty()) {
+    size_t largest = 0;
+    for (size_t i = 1; i < left.size(); ++i) largest = padded(left[i]) > padded(left[largest]) ? i : largest;
+    int least = 0;
+    for (int owner = 1; owner < owners; ++owner) least = length(lists[owner]) < length(lists[least]) ? owner : least;
+    lists[least].push_back(left[largest]);
+    left.erase(left.begin() + static_cast<int64_t>(largest));
+  }
+  int64_t part = 0;
+  for (const auto& list : lists) part = std::max(part, length(list));
+  while (part % (kAlignment * (input.options.shards / owners)) != 0) part += kAlignment;
+  for (int owner = 0; owner < owners; ++owner) {
+    int64_t at = part * owner;
+    for (const int item : lists[owner]) {
+      slots[item].offset = at;
+      at += padded(item);
+    }
+  }
+  shape.numel = part * owners;
+  // In the order of memory; an empty one before what begins where it does, several of them as they came.
+  std::multimap<std::pair<int64_t, int64_t>, int> in_memory;
+  for (const int item : shape.items) in_memory.insert({{slots[item].offset, input.items[item].numel}, item});
+  shape.items.clear();
+  for (const auto& [place, item] : in_memory) shape.items.push_back(item);
+}
+
 // The whole layout once more, one kind at a time: a bucket is the longest run that fits under its cap. What the first
 // bucket is, all kinds decide together: the one that is complete first.
 Layout recomputed(const Input& input) {
@@ -146,25 +182,32 @@ Layout recomputed(const Input& input) {
     runs.clear();
     for (const int kind : kinds) {
       std::vector<int> open;
-      int64_t filled = 0;
+      int64_t filled = 0, largest = 0;
       for (size_t at = 0; at < input.order.size(); ++at) {
         const int item = input.order[at];
-        if (input.items[item].kind != kind) continue;
+        if (input.items[item].kind != kind || input.items[item].alone > 0) continue;
         const bool first = !decided || at <= first_completed;
         const int64_t cap = first ? input.options.first_bucket_bytes : input.options.bucket_bytes;
-        if (filled > 0 && filled + bytes(item) > cap) {
+        const int64_t room =
+            input.options.owners * std::max(largest, bytes(item));  // each owner could take the largest
+        if (filled > 0 && filled + bytes(item) > std::max(cap, room)) {
           runs.push_back({at, kind, open});
           open.clear();
-          filled = 0;
+          filled = largest = 0;
         }
         open.push_back(item);
         filled += bytes(item);
+        largest = std::max(largest, bytes(item));
       }
       if (!open.empty()) runs.push_back({input.order.size() + static_cast<size_t>(kind), kind, open});
     }
     if (!decided) {
       for (const Run& run : runs) first_completed = std::min(first_completed, run.completed);
     }
+  }
+  for (size_t at = 0; at < input.order.size(); ++at) {
+    const int item = input.order[at];
+    if (input.items[item].alone > 0) runs.push_back({at, input.items[item].kind, {item}});
   }
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.completed < b.completed; });
   Layout layout;
@@ -177,6 +220,12 @@ Layout recomputed(const Input& input) {
     }
     const int64_t unit = kAlignment * input.options.shards;
     while (shape.numel % unit != 0) shape.numel += kAlignment;
+    const Item& only = input.items[run.items[0]];
+    if (only.alone > 0) {
+      shape.numel = only.alone;
+    } else if (input.options.owners > 0) {
+      place_by_owner(input, shape, layout.slots);
+    }
     layout.buckets.push_back(shape);
   }
   return layout;
@@ -198,19 +247,19 @@ void expect_recomputed(const Input& input, const Layout& layout) {
 }
 
 TEST(Layout, IsThatOfAPlainRecomputation) {
-  holds("recomputed", [](const Input& input, const Layout& layout) {
-    if (input.options.owners == 0) expect_recomputed(input, layout);
-  });
+  holds("recomputed", [](const Input& input, const Layout& layout) { expect_recomputed(input, layout); });
 }
 
-// Sizes around the alignment, and caps around what they fill: exactly, one byte less, one more. Some items are left out.
+// Sizes around the alignment, and caps around what they fill: exactly, one byte less, one more. Some items are left out,
+// some ask for a bucket of their own, and sometimes each has one owner.
 TEST(Layout, IsRightAtEveryBoundary) {
   EXPECT_TRUE(rc::check("boundaries", [] {
     Input input;
     const auto count = *rc::gen::inRange(0, 24);
     for (int i = 0; i < count; ++i) {
       const auto numel = *rc::gen::element<int64_t>(0, 0, 1, 3, 15, 16, 17, 31, 32, 33, 48);
-      input.items.push_back({numel, *rc::gen::element<int64_t>(1, 2, 4, 8), *rc::gen::inRange(0, 3)});
+      const auto alone = *rc::gen::element<int64_t>(0, 0, 0, 0, 0, 1, 50);
+      input.items.push_back({numel, *rc::gen::element<int64_t>(1, 2, 4, 8), *rc::gen::inRange(0, 3), alone});
       if (*rc::gen::inRange(0, 8) > 0) input.order.push_back(i);
     }
     for (size_t i = input.order.size(); i > 1; --i) {
@@ -218,6 +267,8 @@ TEST(Layout, IsRightAtEveryBoundary) {
     }
     const auto cap = [] { return 16 * *rc::gen::inRange<int64_t>(1, 20) + *rc::gen::element<int64_t>(-1, 0, 0, 1); };
     input.options = {cap(), cap(), *rc::gen::inRange(1, 9)};
+    input.options.owners = *rc::gen::element(0, 0, input.options.shards);
+    input.options.shards *= *rc::gen::element(1, 1, 2);
     const Layout layout = plan(input.items, input.order, input.options);
     expect_recomputed(input, layout);
     for (int i = 0; i < count; ++i) {

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "nn/delivery.h"
+#include "nn/groups.h"
 #include "nn/product.h"
 #include "nn/support/fused.h"
 #include "plumb/error.h"
@@ -354,6 +355,17 @@ TEST(Modules, StartUniformlyInOneOverTheRootOfTheInputs) {
   check(nn::Router(50, 8, 2)->weight, {8, 50}, 50);
 }
 
+TEST(Groups, AreMadeOfTheHostsCountsForInputsOfAnyDevice) {
+  for (const bool as_ends : {false, true}) {
+    const at::Tensor given = as_ends ? at::tensor({2, 2, 5}) : at::tensor({2, 0, 3});
+    const nn::Groups there(as_ends ? nn::Tokens::ends(given) : nn::Tokens::sizes(given), 3, 5, at::kMeta);
+    EXPECT_EQ(there.sizes(), std::vector<int64_t>({2, 0, 3}));
+    EXPECT_TRUE(there.ends().is_meta());
+    EXPECT_THAT(error_of([&] { nn::Groups(nn::Tokens::sizes(given.to(at::kMeta)), 3, 5, at::kCPU); }),
+                HasSubstr("token counts are on meta; expected the host or cpu, the input's device"));
+  }
+}
+
 TEST(OneOver, NeedsOneBlockInOrderWithoutOverlapAtSixteenBytes) {
   const at::Tensor memory = at::randn({64});
   const auto at_offsets = [&](std::vector<int64_t> offsets) {
@@ -373,6 +385,8 @@ TEST(OneOver, NeedsOneBlockInOrderWithoutOverlapAtSixteenBytes) {
   EXPECT_TRUE(nn::one_over({first}).defined());
   EXPECT_FALSE(nn::one_over({first, memory.narrow(0, 8, 8).view({4, 2})}).defined()) << "another shape";
   EXPECT_FALSE(nn::one_over({first, memory.narrow(0, 8, 8).view({4, 2}).t()}).defined()) << "another order";
+  EXPECT_FALSE(nn::one_over({first, at::randn({64}).narrow(0, 8, 8).view({2, 4})}).defined()) << "other memory";
+  EXPECT_FALSE(nn::one_over({first, memory.view(at::kInt).narrow(0, 8, 8).view({2, 4})}).defined()) << "another dtype";
 }
 
 }  // namespace

@@ -100,6 +100,52 @@ TEST_P(Pieces, OfABf16ParameterAreItsMaster) {
   });
 }
 
+// On every rank and in every unit: the master of each piece goes back to where the parameter's part lies.
+TEST_P(Pieces, OfBf16ParametersGoBackToTheirPlaces) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    run_local(ranks, [&](World world) {
+      auto net = make_net(), before = make_net();
+      for (const auto& one : {net, before}) one->to(at::kBFloat16);
+      Engine engine(world, *net, UserOptimizer{}, {.strategy = GetParam()});
+      at::Tensor loss = torch::zeros({});
+      for (const at::Tensor& parameter : net->first->parameters()) loss = loss + parameter.sum();
+      (loss + net->block->forward(torch::ones({1, 7}, at::kBFloat16)).sum()).backward();
+      engine.begin_step();
+      for (const Piece& piece : engine.pieces()) {
+        if (!piece.gradient.defined()) continue;
+        at::Tensor(piece.weight).copy_(torch::arange(piece.weight.numel()) + piece.begin + 1);
+      }
+      engine.end_step();
+      const auto found = net->named_parameters(), old = before->named_parameters();
+      for (const auto& item : found) {
+        const at::Tensor& parameter = item.value();
+        const at::Tensor expected = item.key().starts_with("spare")
+                                        ? old[item.key()].detach()
+                                        : (torch::arange(parameter.numel()) + 1).view(parameter.sizes());
+        EXPECT_TRUE(engine.full_parameter(parameter).to(at::kFloat).equal(expected.to(at::kFloat)))
+            << item.key() << " on " << ranks;
+      }
+    });
+  }
+}
+
+// Only what cannot hold an update by itself has a master beside it.
+TEST_P(Pieces, OfWideParametersAreTheParametersThemselves) {
+  run_local(2, [&](World world) {
+    auto net = make_net();
+    Engine engine(world, *net, UserOptimizer{}, {.strategy = GetParam()});
+    net->forward(input(0, 0)).sum().backward();
+    engine.begin_step();
+    for (const Piece& piece : engine.pieces()) {
+      const bool in_unit = piece.parameter.is_same(net->block->weight) || piece.parameter.is_same(net->block->bias);
+      if (in_unit || !piece.gradient.defined() || piece.weight.numel() == 0) continue;
+      const auto* whole = piece.parameter.const_data_ptr<double>();
+      EXPECT_EQ(piece.weight.const_data_ptr<double>(), whole + piece.begin);
+    }
+    engine.end_step();
+  });
+}
+
 // Cut at parameters, each is one rank's, or one of each replica's: an update may look at all of it.
 TEST_P(Pieces, CutAtParametersAreWholeAndHaveOneOwner) {
   for (const int ranks : {2, 3}) {

@@ -171,6 +171,50 @@ TEST_P(UpdaterIn, NeighboursOfDifferentGroupsAreUpdatedApart) {
   });
 }
 
+// Whichever of them have a gradient: what lies beside those that have none is not forgotten. Each in a bucket of its own.
+TEST_P(UpdaterIn, FollowsTheUserBesideParametersWithoutAGradient) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const bool other_memory : {true, false}) {
+      for (unsigned used = 1; used < 8; ++used) {
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(dtype, other_memory ? ", other memory" : ", the same memory", ", used ", used));
+          const auto values = [&](int64_t first) { return (torch::arange(40) % 7 + first).to(dtype); };
+          std::vector<at::Tensor> parameters;
+          NamedTensors named;
+          for (int i = 0; i < 3; ++i) {
+            parameters.push_back(values(i).requires_grad_());
+            named.emplace_back("p" + std::to_string(i), parameters.back());
+          }
+          Options options{.strategy = GetParam()};
+          options.bucket_bytes = options.first_bucket_bytes = 16;
+          Engine engine(world, named, {}, SGD{.lr = 0.5}, options);
+          const auto step = [&](unsigned which) {
+            for (int i = 0; i < 3; ++i) {
+              if (which >> i & 1U) engine.deliver(parameters[i], at::full({40}, 2.0, dtype));
+            }
+            engine.end_pass();
+            engine.step();
+            engine.zero_grad();
+          };
+          step(7);
+          for (int i = 0; i < 3; ++i) {
+            if (other_memory) {
+              parameters[i].set_data(values(20 + i));
+            } else {
+              parameters[i].data().copy_(values(20 + i));
+            }
+          }
+          step(used);
+          for (int i = 0; i < 3; ++i) {
+            const at::Tensor expected = values(20 + i) - (used >> i & 1U);
+            EXPECT_TRUE(engine.full_parameter(parameters[i]).equal(expected)) << i << ": " << parameters[i];
+          }
+        });
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, UpdaterIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
                          [](const auto& info) { return info.param; });
 

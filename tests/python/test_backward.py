@@ -206,3 +206,27 @@ def test_hooks_on_parameters_are_called_whenever_they_were_registered(when: str)
             one.double()
     assert distance(engine, model, twin) < 1e-6
     assert distance(engine, model, make()) > 1e-3
+
+
+# ---- a unit whose gathering failed
+
+
+def gathers_again() -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    engine = plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="zero3", units=[torch.nn.Linear])
+    inputs = torch.ones(1, 3)
+    if engine.world.rank == 1:
+        with pytest.raises(plumb.Error, match="PLUMB_FAULT"):
+            model(inputs)
+    model(inputs).sum().backward()
+    engine.step()
+    return [float(engine.full_parameter(parameter).sum()) for parameter in model.parameters()]
+
+
+def test_a_unit_whose_gathering_failed_is_not_taken_for_whole() -> None:
+    """Where ranks read each other's memory, so that one can try again alone."""
+    told = plumb.spawn(gathers_again, 2, env={"PLUMB_FAULT": "rank=1,point=gather:1,kind=throw"})
+    alone = plumb.spawn(gathers_again, 1)[0]
+    for said in told:
+        assert said == pytest.approx(alone)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import plumb
 from programs import ROWS
@@ -86,6 +90,128 @@ def habits() -> None:
 
 def test_answers_as_others_expect() -> None:
     plumb.spawn(habits, 2)
+
+
+# ---- steps that not every rank takes
+
+
+class Throwing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("out of luck")
+        return super().step(closure)
+
+
+def apart(how: str) -> str:
+    dist.init_process_group("gloo")
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(3, 3))
+    kind = Throwing if how == "throws" else torch.optim.SGD
+    optimizer = kind(wrapper.parameters(), lr=0.1)
+    wrapper(torch.ones(2, 3)).sum().backward()
+    if how == "throws" or dist.get_rank() == 0:
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+    optimizer.zero_grad()
+    try:
+        wrapper(torch.ones(2, 3)).sum().backward()
+    except plumb.Error as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("how", ["throws", "leaves it out"])
+def test_a_step_that_one_rank_did_not_take_is_an_error_on_every_rank(how: str) -> None:
+    for rank, said in enumerate(plumb.spawn(apart, 2, (how,))):
+        assert f"rank {rank}" in said
+        assert "the number of optimizer steps over the wrapped model's parameters" in said
+        assert "is 0 on rank 1, where it is 1 on rank 0" in said
+
+
+def differently(how: str) -> list[str]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(3, 3))
+    plain = torch.nn.Linear(3, 3)
+    kept = torch.optim.SGD([*wrapper.module.parameters()][1:], lr=0.1)
+    rate = torch.tensor(0.1) if how == "a rate that is a tensor" else 0.1
+    parameters = [*wrapper.parameters()][: 1 if how == "fewer parameters" and rank == 1 else 2]
+    optimizer = torch.optim.SGD([{"params": parameters}, {"params": plain.parameters()}], lr=rate, momentum=0.5)
+    said = []
+    for i in range(3):
+        if i == 1 and rank == 1 and "rate" in how:
+            optimizer.param_groups[0]["lr"] = rate * 0.5
+        if i == 1 and rank == 1 and how == "momentum":
+            optimizer.param_groups[0]["momentum"] = 0.6
+        if i == 1 and rank == 1 and how == "of another model":
+            optimizer.param_groups[1]["lr"] = 0.01
+        try:
+            wrapper(torch.ones(2, 3)).sum().backward()
+            said.append("")
+        except plumb.Error as error:
+            said.append(str(error))
+            break
+        optimizer.step()
+        kept.step()
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("rate", "lr of group 0 of SGD, which stepped the wrapped model, is 0.05 on rank 1, where it is 0.1 on rank 0"),
+        ("a rate that is a tensor", "lr of group 0 of SGD"),
+        ("momentum", "momentum of group 0 of SGD"),
+        ("fewer parameters", "the number of parameters in group 0 of SGD"),
+        ("of another model", ""),
+    ],
+)
+def test_a_step_by_other_numbers_on_one_rank_is_an_error_of_the_next_backward(how: str, expected: str) -> None:
+    for rank, said in enumerate(plumb.spawn(differently, 2, (how,))):
+        assert expected in said[-1] and (not expected or f"rank {rank}: " in said[-1]), said
+        assert not any(said[:-1]) and len(said) == (2 if how == "fewer parameters" else 3)
+        assert "at step" not in said[-1]  # of the engine, which takes none here
+
+
+def alike() -> float:
+    """Steps that are counted, or need not be: nested ones, of other models, in joins, of closures, a checkpoint's on one rank."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(3, 3))
+    other = torch.nn.Linear(3, 3)
+    alone = torch.optim.SGD(other.parameters(), lr=0.1)
+    split = ZeroRedundancyOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[no-untyped-call]
+    plain = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    whole = torch.optim.LBFGS(wrapper.parameters(), max_iter=3)
+
+    def loss() -> torch.Tensor:
+        plain.zero_grad()
+        made: torch.Tensor = wrapper(torch.full((2, 3), 1.0 + rank)).pow(2).mean()
+        made.backward()
+        return made
+
+    for optimizer in (split, plain, whole, plain):
+        loss()
+        optimizer.step(loss) if optimizer is whole else optimizer.step()
+        for _ in range(rank):
+            alone.step()
+    plain.zero_grad()
+    if rank == 0:
+        get_optimizer_state_dict(wrapper, plain)
+    with wrapper.join():
+        for _ in range(1 + 2 * rank):
+            loss()
+            plain.step()
+    loss()
+    plain.step()
+    loss()
+    return float(sum(parameter.detach().double().sum() for parameter in wrapper.parameters()))
+
+
+def test_steps_that_every_rank_takes_are_none_of_our_business() -> None:
+    first, second = plumb.spawn(alike, 2)
+    assert first == second
 
 
 PROGRAM = """

@@ -575,7 +575,22 @@ def test_units_are_blocks_and_leaf_modules() -> None:
     assert names(stage3_param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]
     assert names(param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]  # the same by its other name
     assert names(**small, leaf_module={"names": ["blocks"]}) == ["embed", "blocks", "attention"]
+    assert names(**small, leaf_module={"name_suffixes": ["locks"], "classes": ["Embedding"]}) == ["embed", "blocks", "attention"]
     assert names() == []
+
+
+def test_leaf_modules_by_class_name_and_suffix() -> None:
+    utils = deepspeed.utils
+    model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "other": nn.Linear(2, 2)})
+    assert utils.set_z3_leaf_modules(model, ["Sequential"]) == [model["one"]]
+    assert utils.set_z3_leaf_modules_by_name(model, ["other", "none"], raise_if_not_found=False) == ([model["other"]], ["none"])
+    assert utils.get_z3_leaf_modules(model) == [model["one"], model["other"]]
+    assert utils.unset_z3_leaf_modules(model, [nn.Sequential, "Linear"]) == [model["one"], *(m for m in model.modules() if type(m) is nn.Linear)]
+    assert not any(utils.z3_leaf_module(module) for module in model.modules())
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model["one"][0]], [])  # type: ignore[index]
+    for wrong in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix, utils.set_z3_leaf_modules):
+        with pytest.raises(plumb.Error, match="No modules"):
+            wrong(model, ["nobody"])
 
 
 def test_the_list_of_deepspeeds_names_is_that_of_the_installed_one() -> None:

@@ -39,6 +39,12 @@ def test_a_hundred_nested_checkpoints(strategy: str) -> None:
     assert max(plumb.spawn(nested, 2, (strategy,), method="spawn")) <= 1e-10
 
 
+def test_a_hundred_nested_checkpoints_in_a_fork_of_a_process_that_ran_a_backward() -> None:
+    """For which torch's engine has no threads there: it crashed."""
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert max(plumb.spawn(nested, 2, ("zero2",), method="fork")) <= 1e-10
+
+
 class Hooked(Net):
     """A model whose parameters have hooks in Python that make garbage with cycles."""
 
@@ -120,6 +126,53 @@ def user_threads() -> float:
 
 def test_backwards_in_threads_of_the_users() -> None:
     assert user_threads() <= 1e-12
+
+
+# A forked process; `saves` is many threads' first use of autograd there, at the same moment.
+FORKED = """
+import os, sys, threading, torch, plumb
+os.environ["LD_PRELOAD"] = ""
+
+def saves(*ignored):
+    x = torch.ones(2, requires_grad=True)
+    go = threading.Barrier(4)
+    threads = [threading.Thread(target=lambda: (go.wait(), x * x)) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+
+def engine():
+    plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD(lr=0.1))
+    saves()
+
+def forked(function):
+    child = os.fork()
+    if child == 0:
+        function()
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+(torch.ones(2, requires_grad=True) ** 2).sum().backward()
+"""
+RANKS = "lambda: torch.ones(2, requires_grad=True) ** 2"
+
+
+@pytest.mark.parametrize(
+    "after",
+    [f"forked(lambda: plumb.spawn({RANKS}, 4, method='thread'))", "forked(engine)", "plumb.spawn(saves, 1)"],
+    ids=["ranks as threads", "an engine", "a rank"],
+)
+def test_threads_of_a_forked_process_meet_one_autograd_engine(after: str) -> None:
+    """torch makes it anew at the first use there, without a lock: ranks as threads crashed now and then."""
+    built = pathlib.Path(plumb._C.__file__).parents[1]
+    slow = built.parent / "lib" / "libplumb_slow_engine.so"
+    if "PLUMB_INSTALLED" in os.environ:
+        pytest.skip("the slow engine is built with the tests")
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKED + after], env={**os.environ, "LD_PRELOAD": str(slow), "PYTHONPATH": str(built)},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("an autograd engine ends") >= 2, ended.stderr
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]

@@ -476,13 +476,13 @@ class Scalars(torch.nn.Module):
         return (self.gain * (self.weight * x)).square().sum()
 
 
-def with_scalars(rank_lr: bool, strategy: str) -> Any:
+def with_scalars(rank_lr: bool, strategy: str, kind: Any = float) -> Any:
     model, twin = Scalars(), Scalars()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=kind(0.1))
     engine = plumb.Engine(model, optimizer, strategy=strategy)
     rank, size = engine.world.rank, engine.world.size
     if rank_lr:
-        optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+        optimizer.param_groups[0]["lr"] = kind(0.1 * (rank + 1))
     other = torch.optim.Adagrad(twin.parameters(), lr=0.1)
     try:
         for number in range(3):
@@ -503,9 +503,10 @@ def test_parameters_without_dimensions_are_stepped(strategy: str) -> None:
     assert max(plumb.spawn(with_scalars, 2, (False, strategy))) < 1e-12
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_settings_that_differ_between_ranks_are_an_error_on_both(strategy: str) -> None:
-    for said in plumb.spawn(with_scalars, 2, (True, strategy)):
+def test_settings_that_differ_between_ranks_are_an_error_on_both(strategy: str, kind: Any) -> None:
+    for said in plumb.spawn(with_scalars, 2, (True, strategy, kind)):
         assert "lr of the optimizer's group 0" in said and "0.1" in said and "0.2" in said, said
 
 

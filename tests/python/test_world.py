@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import plumb
+import plumb.deepspeed
 from programs import plain
 from stage import compare, make
 
@@ -61,6 +63,18 @@ def _small() -> torch.nn.Module:
 _building = threading.Lock()
 
 
+def _by_deepspeeds_face() -> Any:
+    """Which needs no process group. The mean over the ranks of 1 and 2, at a rate of 0.1."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
+    wrapper = plumb.deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    wrapper.backward(wrapper(torch.full((1, 2), 1.0 + plumb.world().rank)).sum())
+    wrapper.step()
+    return [[round(one, 6) for one in row] for row in wrapper.engine.full_parameter(model.weight).tolist()]
+
+
 def ranks_as_threads() -> None:
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         far = plumb.spawn(lambda: (plumb.world().rank, compare(plain, strategy=strategy, model=_small)), 3, method="thread")
@@ -70,6 +84,9 @@ def ranks_as_threads() -> None:
         plumb.spawn(_rank_that_throws, 3, method="thread")
     with pytest.raises(plumb.Error, match="ranks are threads here"):
         plumb.spawn(lambda: plumb.fully_shard(torch.nn.Linear(2, 2)), 2, method="thread")
+    with pytest.raises(plumb.Error, match="ranks are threads here"):
+        plumb.spawn(lambda: plumb.DistributedDataParallel(torch.nn.Linear(2, 2)), 2, method="thread")
+    assert plumb.spawn(_by_deepspeeds_face, 2, method="thread") == [[[0.85, 0.85]]] * 2
     with pytest.raises(plumb.Error, match="of processes"):
         plumb.spawn(lambda: None, 2, method="thread", env={"A": "1"})
     assert plumb.spawn(lambda: plumb.world().size, 1, method="thread") == [1]

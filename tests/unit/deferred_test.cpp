@@ -43,6 +43,40 @@ TEST(Deferred, BuildsTheValuesOfAnUnshardedModelInParts) {
   }
 }
 
+// Whatever is left over when a length is divided: nothing, one, all but one; also fewer elements than ranks.
+TEST(Deferred, BuildsEveryLengthOnEveryWorld) {
+  struct Lengths : torch::nn::Module {
+    Lengths() {
+      for (int64_t length = 0; length <= 9; ++length) {
+        register_parameter("p" + std::to_string(length), torch::arange(length, at::kFloat) + 1);
+      }
+      register_parameter("turned", (torch::arange(15, at::kFloat) + 1).view({3, 5}).t());
+    }
+    at::Tensor forward(const at::Tensor& x) { return x; }
+  };
+  const Lengths plain;
+  for (const int ranks : {1, 2, 3, 4, 5}) {
+    for (const char* strategy : {"ddp", "zero3"}) {
+      run_local(ranks, [&](World world) {
+        struct Holder : torch::nn::Module {
+          Holder() { unit = register_module("unit", std::make_shared<Lengths>()); }
+          Unit<Lengths> unit{nullptr};
+        };
+        std::unique_ptr<Holder> holder;
+        {
+          const Deferred deferred(world);
+          holder = std::make_unique<Holder>();
+        }
+        Engine engine(world, *holder, SGD{.lr = 0.1}, {.strategy = strategy});
+        const auto found = holder->parameters(), expected = plain.parameters();
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(engine.full_parameter(found[i]).equal(expected[i])) << strategy << " on " << ranks << ", " << i;
+        }
+      });
+    }
+  }
+}
+
 TEST(Deferred, RanksThatSeedDifferentlyAreAnError) {
   try {
     run_local(2, [](World world) {
@@ -155,6 +189,23 @@ TEST(RowsKept, MayBeReplacedUntilTheEngineComesAndGoWithTheirParameter) {
   EXPECT_FALSE(deferred::take_rows(parameter).defined()) << "taken once";
   EXPECT_FALSE(deferred::waits(parameter));
   EXPECT_FALSE(deferred::take_rows(torch::ones({2})).defined());
+}
+
+// In a unit beside whole ones, or outside of all units; wherever it stands in its bucket.
+TEST(RowsKept, AreRefusedByAnEngineThatDoesNotCutThere) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    for (const Cut cut : {Cut::anywhere, Cut::at_parameters}) {
+      for (const size_t which : {0, 1}) {
+        const auto texts = errors(2, [&](World world) {
+          const Rows rows(7);
+          const at::Tensor parameter = rows.net->parameters()[which];
+          deferred::keep_rows(parameter, rows_of(rows.values[which], world.rank(), 2).clone(), world.rank());
+          Engine engine(world, *rows.net, SGD{.lr = 0.1}, {.strategy = strategy, .cut = cut});
+        });
+        EXPECT_THAT(texts, testing::Each(testing::HasSubstr("was cut by rows, and its engine does not"))) << strategy;
+      }
+    }
+  }
 }
 
 TEST(RowsKept, MoreThanARanksPartAreRefused) {

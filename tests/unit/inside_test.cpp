@@ -5,7 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <barrier>
+#include <deque>
+#include <random>
 
 #include "unit/support/net.h"
 
@@ -180,6 +183,44 @@ TEST(Inside, TheProcessCountsGathersBytesAndTheMostOfThem) {
     }
     together.arrive_and_wait();
   });
+}
+
+const inside::Counts at_start = inside::counts();  // before any test
+
+TEST(Inside, NothingIsCountedBeforeTheFirstGraph) {
+  EXPECT_EQ(at_start.gathers, 0);
+  EXPECT_EQ(at_start.bytes, 0);
+  EXPECT_EQ(at_start.most_bytes, 0);
+  EXPECT_EQ(at_start.ahead, 0);
+}
+
+// Whatever comes and goes, of any size: the most is the largest sum there was, to the byte.
+TEST(Inside, TheMostIsThatOfAnyRowOfSizes) {
+  const auto of_engine = std::make_shared<std::atomic<int64_t>>(0);
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    std::mt19937 random(seed);
+    std::deque<inside::Handed> handed;
+    std::deque<int64_t> sizes;
+    inside::forget_most();
+    const int64_t before = inside::counts().bytes;
+    int64_t sum = 0, most = 0;
+    for (int turn = 0; turn < 12; ++turn) {
+      if (random() % 3 == 0 && !sizes.empty()) {
+        sum -= sizes.front();
+        handed.pop_front();
+        sizes.pop_front();
+      } else {
+        sizes.push_back(static_cast<int64_t>(random() % 4));
+        handed.emplace_back(c10::DataPtr(), sizes.back(), of_engine);
+        sum += sizes.back();
+      }
+      most = std::max(most, sum);
+      ASSERT_EQ(*of_engine, sum) << seed;
+      ASSERT_EQ(inside::counts().bytes, before + sum) << seed;
+      ASSERT_EQ(inside::counts().most_bytes, before + most) << seed;
+    }
+  }
+  EXPECT_EQ(*of_engine, 0);
 }
 
 // Inside of a backward, what was gathered for it is let go with it, also where the graph's own tensors live on.

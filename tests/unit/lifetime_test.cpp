@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "unit/support/net.h"
-#include "world/wire.h"
+#include "watch/wire.h"
 
 namespace plumb {
 namespace {

@@ -3,8 +3,9 @@
 
 #include <bit>
 
+#include "layout/duration.h"
 #include "unit/support/net.h"
-#include "world/wire.h"
+#include "watch/wire.h"
 
 namespace plumb {
 namespace {
@@ -65,6 +66,63 @@ TEST_P(Scale, APassAndAStepAreOneRoundTripEach) {
     } else {
       EXPECT_EQ(cost.gather.messages, 0) << strategy;
     }
+  }
+}
+
+// Equal units, which any number of ranks up to 64 divides without a rest.
+struct Even : torch::nn::Module {
+  static constexpr int64_t width = 96, units = 5;
+  Even() {
+    for (int64_t i = 0; i < units; ++i) {
+      layers.emplace_back(register_module("layer" + std::to_string(i),
+                                          torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false))));
+    }
+  }
+  static ModelShape shape() {
+    return {.units = std::vector<int64_t>(units, width * width), .others = 0, .largest = width * width};
+  }
+  std::vector<Unit<torch::nn::Linear>> layers;
+};
+
+// Rounds and bytes of a step in the steady state are those that `plumb estimate` predicts: exactly.
+TEST_P(Scale, WhatIsCountedIsWhatTheModelOfTheCostSays) {
+  const int ranks = GetParam();
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    std::mutex mutex;
+    Wire::Count data, control, gather;  // of rank 0; of control, of the rank with most rounds
+    run_local(ranks, [&](World world) {
+      std::unique_lock building(mutex);
+      torch::manual_seed(7);
+      Even net;
+      building.unlock();
+      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = strategy});
+      if (std::string(strategy) == "zero3") engine.impl().units->gather_together(1);
+      Wire::Counts before;
+      for (int step = 0; step < 3; ++step) {
+        before = wire_counts(world);
+        at::Tensor h = torch::ones({2, Even::width});
+        for (auto& layer : net.layers) h = torch::tanh(layer->forward(h));
+        h.sum().backward();
+        engine.step();
+        engine.zero_grad();
+      }
+      const Wire::Counts after = wire_counts(world);
+      const auto more = [&](Cargo cargo) {
+        const auto kind = static_cast<size_t>(cargo);
+        return after[kind] - before[kind];
+      };
+      const std::lock_guard lock(mutex);
+      if (more(Cargo::control).rounds > control.rounds) control = more(Cargo::control);
+      if (world.rank() == 0) data = more(Cargo::data), gather = more(Cargo::gather);
+    });
+    const Strategy& row = plumb::strategy(strategy);
+    const Plan plan{.row = row, .mesh = mesh_of(row, {}, ranks), .recipe = kFloat32};
+    const Messages said = messages_of(Even::shape(), plan, {.gather_ahead_bytes = 1}, Carriage::ring);
+    EXPECT_EQ(control.rounds, 2 * said.control_rounds);
+    EXPECT_EQ(data.rounds, said.reductions * said.reduction_rounds + said.updates * said.updated_rounds);
+    EXPECT_EQ(static_cast<double>(data.bytes), said.reduction_bytes + said.updated_bytes);
+    EXPECT_EQ(static_cast<double>(gather.bytes), said.forward_bytes + said.backward_bytes);
   }
 }
 

@@ -124,21 +124,32 @@ TEST(Units, AChangeThroughAUnitIsAnErrorAtTheNextUse) {
   });
 }
 
+// Any one of them, wherever it lies in its unit; those beside it go on as they were.
 TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
   for (const char* strategy : {"ddp", "zero3"}) {
-    on_two(
-        [](World world, Net& net, Engine& engine) {
-          const at::Tensor weight = net.first->up->weight;
-          const at::Tensor values = at::linspace(-1, 1, weight.numel()).view(weight.sizes());
-          at::Tensor target = weight;
-          target.set_data(values.clone());
-          const at::Tensor x = torch::ones({2, 6});
-          net.forward(x).pow(2).sum().backward();
-          const at::Tensor gradient = engine.full_gradient(weight);
-          engine.step();
-          EXPECT_TRUE(engine.full_parameter(weight).allclose(values - 0.1 * gradient)) << "rank " << world.rank();
-        },
-        strategy);
+    for (size_t which = 0; which < Net().parameters().size(); ++which) {
+      on_two(
+          [&](World world, Net& net, Engine& engine) {
+            const auto parameters = net.parameters();
+            at::Tensor target = parameters[which];
+            const at::Tensor other = at::linspace(-1, 1, target.numel()).view(target.sizes());
+            std::vector<at::Tensor> values;
+            for (const at::Tensor& parameter : parameters) {  // tied ones are one parameter by two names
+              values.push_back(parameter.is_same(target) ? other : engine.full_parameter(parameter).clone());
+            }
+            target.set_data(other.clone());
+            net.forward(torch::ones({2, 6})).pow(2).sum().backward();
+            std::vector<at::Tensor> gradients;
+            for (const at::Tensor& parameter : parameters) gradients.push_back(engine.full_gradient(parameter));
+            engine.step();
+            for (size_t i = 0; i < parameters.size(); ++i) {
+              const at::Tensor expected = gradients[i].defined() ? values[i] - 0.1 * gradients[i] : values[i];
+              EXPECT_TRUE(engine.full_parameter(parameters[i]).allclose(expected))
+                  << strategy << ", rank " << world.rank() << ": " << i << " after a change of " << which;
+            }
+          },
+          strategy);
+    }
   }
 }
 
@@ -204,6 +215,13 @@ TEST(Units, ASavedParameterThatChangedIsAnErrorAsInPlainTorch) {
     EXPECT_ANY_THROW(loss.backward());
     engine.zero_grad();
   });
+}
+
+// A place for a module that comes later: used before, it is libtorch's own error.
+TEST(Units, OneWithoutAModuleIsAnErrorWhenItIsUsed) {
+  Unit<torch::nn::Linear> nothing{nullptr};
+  EXPECT_THAT([&] { nothing(torch::ones({1, 2})); },
+              testing::ThrowsMessage<c10::Error>(testing::HasSubstr("empty ModuleHolder")));
 }
 
 TEST(Deliver, IsAnOperatorToo) {

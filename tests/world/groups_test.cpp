@@ -1,8 +1,12 @@
 // The groups of a mesh, and memory that ranks read in place: who is in which, in which order, and what they see there.
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "backend/tcp.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
 #include "world/group.h"
 #include "world/support/plain.h"
+#include "world/support/threads.h"
 
 namespace plumb::testing {
 namespace {
@@ -44,6 +48,47 @@ TEST(Groups, FollowTheMesh) {
         }
       });
     }
+  }
+}
+
+// Whoever made the backend has use for it before, beside and behind the world.
+TEST(Groups, OfAWorldThatEndsLeaveAnAdoptedBackendToItsOwner) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  expect_all_well(on_threads(2, [&](int rank) {
+    const auto backend = make_tcp_backend(store, rank, 2, "127.0.0.1", std::chrono::microseconds(50));
+    for (int turn = 0; turn < 2; ++turn) {
+      {
+        const World world = World::adopt(backend, turn == 0 ? store : nullptr);
+        EXPECT_EQ(world.rank(), rank);
+        EXPECT_EQ(world.size(), 2);
+        EXPECT_EQ(world.backend(), "tcp");
+        EXPECT_EQ(members(data_group(world), rank), (std::vector<int64_t>{0, 1}));
+      }
+      std::vector<at::Tensor> mine{at::full({5}, 1.0 + rank)};
+      backend->allreduce(mine)->wait(std::chrono::seconds(60));
+      EXPECT_TRUE(mine[0].eq(3).all().item<bool>());
+    }
+  }));
+}
+
+// Where two ranks have no messages of their own, as in shared memory, host messages are carried as collectives.
+TEST(Groups, TellEachOtherTheSameWhateverCarriesIt) {
+  constexpr int size = 3;
+  for (const std::string name : {"shm", "tcp", "gloo"}) {
+    const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+    expect_all_well(on_threads(size, [&](int rank) {
+      const World world = World::join(store, rank, size, {.backend = name});
+      EXPECT_EQ(world.backend(), name);
+      for (Group group : {data_group(world), control_group(world)}) {
+        EXPECT_EQ(members(group, rank), (std::vector<int64_t>{0, 1, 2}));
+        const std::vector<int64_t> bits = {int64_t{1} << rank, ~(int64_t{1} << rank)};
+        const Group::Combined all = group.combine(bits, std::vector<double>{0.5 * rank}, here);
+        EXPECT_EQ(all.any, (std::vector<int64_t>{7, -1}));
+        EXPECT_EQ(all.every, (std::vector<int64_t>{0, ~int64_t{7}}));
+        EXPECT_EQ(all.sums, std::vector<double>{1.5});
+      }
+      world.barrier();
+    }));
   }
 }
 

@@ -4,12 +4,14 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <latch>
 #include <thread>
 
+#include "backend/machines.h"
 #include "plumb/world.h"
-#include "world/machines.h"
+#include "watch/wire.h"
 #include "world/support/counting_store.h"
 
 namespace plumb::testing {
@@ -82,6 +84,34 @@ TEST(Joining, MachinesAreFoundInTheSameNumberOfMessagesWhateverTheNumberOfRanks)
         EXPECT_EQ(first_objection(*counting, "test", size, rank == size - 1 ? "no" : ""), "no");
         EXPECT_LE(counting->messages, 10) << size;
         EXPECT_LE(rank > 0 ? counting->bytes : 0, 40) << size;
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+}
+
+// A few a second, whether all is well or somebody is waited for: the same for 16 ranks as for 2.
+TEST(Joining, TheStoreHearsAsManyMessagesPerRankAndSecondWhateverTheNumberOfRanks) {
+  const Environment apart("PLUMB_SHM", "0");
+  const Environment interface("GLOO_SOCKET_IFNAME", "lo");
+  for (const int size : {2, 16}) {
+    const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+    std::latch all(size);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        const World world = World::join(store, rank, size);
+        const auto sent = [&] { return wire_counts(world)[static_cast<size_t>(Cargo::store)].messages; };
+        const auto begin = std::chrono::steady_clock::now();
+        const int64_t before = sent();
+        if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // the others wait for it
+        world.barrier();
+        const int64_t more = sent() - before;
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        EXPECT_GE(more, 1) << "rank " << rank << " of " << size;
+        // Beats and looks of one or two messages each; whoever asked for every rank's report would send 16 a look.
+        EXPECT_LE(static_cast<double>(more), 6 * seconds + 6) << "rank " << rank << " of " << size;
+        all.arrive_and_wait();
       });
     }
     for (auto& thread : threads) thread.join();

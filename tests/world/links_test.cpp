@@ -1,5 +1,5 @@
 // Host messages by rounds between two ranks: what they bring, and how many rounds, messages and bytes they take.
-#include "world/links.h"
+#include "backend/links.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,8 +9,8 @@
 #include <mutex>
 
 #include "plumb/error.h"
+#include "watch/wire.h"
 #include "world/group.h"
-#include "world/wire.h"
 
 namespace plumb {
 namespace {
@@ -165,23 +165,6 @@ TEST(Messages, AGatherThatARankNeverComesToEndsWithItsPlace) {
 }
 
 // ---- a link that is slower
-
-TEST(Shape, IsRead) {
-  const Shape both = read_shape("latency=1.5ms,gbps=10");
-  EXPECT_EQ(both.latency.count(), 1'500'000);
-  EXPECT_EQ(both.gbps, 10);
-  EXPECT_EQ(read_shape("latency=20us").latency.count(), 20'000);
-  EXPECT_EQ(read_shape("").gbps, 0);
-  for (const char* wrong :
-       {"latency=1", "latency=ms", "latency=-1ms", "gbps=0", "gbps=fast", "speed=3", "gbps", "latency=1h"}) {
-    try {
-      read_shape(wrong);
-      ADD_FAILURE() << wrong;
-    } catch (const Error& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("latency=1ms")) << wrong;
-    }
-  }
-}
 
 TEST(Shape, AMessageTakesItsLatencyInEveryRoundAndItsBytesTakeTurns) {
   setenv("PLUMB_SHAPE", "latency=20ms,gbps=0.008", 1);  // 1 byte per microsecond

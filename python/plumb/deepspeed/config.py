@@ -251,8 +251,9 @@ def _value(where: str, key: Key, value: Any) -> Any:
 
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key.kind == "bool":
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and not (number and value in (0, 1)):
             raise wrong("true or false")
+        return bool(value)
     elif key.kind == "every" and number and value == math.inf:
         return value  # never
     elif key.kind in ("int", "every"):

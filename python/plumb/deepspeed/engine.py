@@ -113,7 +113,8 @@ class DeepSpeedEngine(Settings):
             inputs, kwargs = cast(inputs), cast(kwargs)
         with self._autocast():
             output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self._share() != 1.0:
+        transforms = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's gradients are the caller's own
+        if torch.is_grad_enabled() and self._share() != 1.0 and not transforms:
             output = _map(lambda tensor: _share(tensor, self) if tensor.requires_grad else tensor, output)
         return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -101,34 +101,64 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
 
 # ---- units of stage 3
 
-_LEAF = "_plumb_z3_leaf"
+_LEAF = "_z3_leaf"  # DeepSpeed's own: what its functions and modules of its set counts, too
+
+
+def _flag(model: nn.Module, classes: Iterable[Any], flag: bool, must_find: bool) -> list[nn.Module]:
+    def matches(module: nn.Module) -> bool:
+        kind = type(module)
+        names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        return any(one in names if isinstance(one, str) else isinstance(module, one) for one in classes)
+
+    found = [module for module in model.modules() if matches(module)]
+    if not found and must_find:
+        raise ConfigError(f"No modules of type {classes} found in the model")
+    for module in found:
+        setattr(module, _LEAF, flag)
+    return found
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True) -> list[nn.Module]:
     """Modules of these classes (or names of classes) are one unit each, with everything inside of them."""
+    return _flag(model, leaf_module_classes, True, raise_if_not_found)
 
-    def matches(module: nn.Module) -> bool:
-        kinds = type(module)
-        names = {kinds.__name__, f"{kinds.__module__}.{kinds.__qualname__}"}
-        return any(one in names if isinstance(one, str) else isinstance(module, one) for one in leaf_module_classes)
 
-    found = [module for module in model.modules() if matches(module)]
-    if not found and raise_if_not_found:
-        raise ConfigError(f"No modules of type {leaf_module_classes} found in the model")
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[Any], raise_if_not_found: bool = True) -> list[nn.Module]:
+    return _flag(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _flag_named(
+    model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], flag: bool, must_find: bool
+) -> tuple[list[nn.Module], list[str]]:
+    named = list(model.named_modules())
+    missing = [one for one in wanted if not any(matches(name, one) for name, _ in named)]
+    if missing and must_find:
+        raise ConfigError(f"No modules named {missing} found in the model")
+    found = [module for name, module in named if any(matches(name, one) for one in wanted)]
     for module in found:
-        setattr(module, _LEAF, True)
-    return found
+        setattr(module, _LEAF, flag)
+    return found, missing
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: list[Any]) -> list[nn.Module]:
-    found = [module for module in model.modules() if isinstance(module, tuple(leaf_module_classes))]
-    for module in found:
-        setattr(module, _LEAF, False)
-    return found
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules of these names, and the names that the model does not have."""
+    return _flag_named(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    return _flag_named(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    return bool(getattr(model, _LEAF, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if getattr(module, _LEAF, False)]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def units_of(model: nn.Module, config: "Config") -> list[nn.Module]:
@@ -141,27 +171,25 @@ def units_of(model: nn.Module, config: "Config") -> list[nn.Module]:
             f"the DeepSpeed config has the key 'zero_optimization.leaf_module.{sorted(unknown)[0]}', which is not known;"
             " expected classes, names, name_suffixes"
         )
-    if leaf.get("classes"):
-        set_z3_leaf_modules(model, list(leaf["classes"]), raise_if_not_found=False)
-    names, suffixes = set(leaf.get("names", ())), tuple(leaf.get("name_suffixes", ()))
+    set_z3_leaf_modules(model, list(leaf.get("classes", ())), raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, list(leaf.get("names", ())), raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, list(leaf.get("name_suffixes", ())), raise_if_not_found=False)
     units: list[nn.Module] = []
 
-    def walk(name: str, module: nn.Module, in_list: bool) -> None:
+    def walk(module: nn.Module, in_list: bool) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return  # takes no hooks: it stays whole
-        whole = in_list or getattr(module, _LEAF, False) or isinstance(module, nn.MultiheadAttention)
-        whole = whole or name in names or (bool(suffixes) and name.endswith(suffixes))
+        whole = in_list or z3_leaf_module(module) or isinstance(module, nn.MultiheadAttention)
         if whole and next(module.parameters(), None) is not None:
             units.append(module)
             return
         if next(module.parameters(recurse=False), None) is not None and module is not model:
             units.append(module)
         listed = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        for child_name, child in module.named_children():
+        for child in module.children():
             # A list of lists is no block.
-            block = listed and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            walk(f"{name}.{child_name}".lstrip("."), child, block)
+            walk(child, listed and not isinstance(child, (nn.ModuleList, nn.ModuleDict)))
 
-    walk("", model, False)
+    walk(model, False)
     least = config["zero_optimization.stage3_param_persistence_threshold"]
     return [unit for unit in units if sum(p.numel() for p in unit.parameters()) >= max(1, least)]

@@ -66,7 +66,8 @@ class Everything {
       if (value.scalar_type() != found->second.scalar_type() || value.sizes() != found->second.sizes()) {
         return name + " has another dtype or shape";
       }
-      if (std::memcmp(value.const_data_ptr(), found->second.const_data_ptr(), value.nbytes()) != 0) {
+      if (value.numel() > 0 &&
+          std::memcmp(value.const_data_ptr(), found->second.const_data_ptr(), value.nbytes()) != 0) {
         return c10::str(name, " differs: ", value.flatten(), " and ", found->second.flatten());
       }
     }

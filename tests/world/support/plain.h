@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "world/sum.h"
+#include "backend/sum.h"
 
 namespace plumb::testing {
 

@@ -1,4 +1,6 @@
 // What the processes of the world tests do: each role is a small program.
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -193,7 +195,56 @@ void let_go_first(const World& world) {
   world.barrier();
 }
 
+// Bits and sums of everybody, whatever the control plane runs over.
+void combine(const World& world) {
+  const int n = world.size(), me = world.rank();
+  for (Group group : {control_group(world), data_group(world)}) {
+    const std::vector<int64_t> bits = {int64_t{1} << me, 12 + me % 2, -1};
+    const std::vector<double> sums = {0.5 + me, 2.0};
+    const Group::Combined all = group.combine(bits, sums, {.detail = "combine"});
+    must(all.any == std::vector<int64_t>{(int64_t{1} << n) - 1, 13, -1}, "what any rank has");
+    must(all.every == std::vector<int64_t>{0, 12, -1}, "what every rank has");
+    must(all.sums == std::vector<double>{0.5 * n + n * (n - 1) / 2.0, 2.0 * n}, "sums of everybody's");
+  }
+}
+
+// A rank with room for little: whoever has no room for something reads nobody's in place, and so does nobody else.
+void little_room(const World& world) {
+  Group group = data_group(world);
+  const Where where{.detail = "share"};
+  for (const int64_t numel : {int64_t{1000}, int64_t{4} << 20, int64_t{1000}}) {
+    Group::Shared shared = group.share(numel, at::kFloat, where);
+    must(shared.everybody.size() == (numel == 1000 ? static_cast<size_t>(world.size()) : 0), "in place, or not at all");
+    must(shared.mine.numel() == numel, "room of its own");
+    shared.mine.fill_(world.rank() + 1);
+    world.barrier();
+    for (size_t r = 0; r < shared.everybody.size(); ++r) {
+      must(shared.everybody[r].eq(static_cast<float>(r + 1)).all().item<bool>(), "what the others wrote");
+    }
+    must(shared.mine.eq(world.rank() + 1).all().item<bool>(), "what this rank wrote");
+    world.barrier();
+  }
+}
+
+// Ranks of an axis read each other's memory, and nobody else's.
+void share_along_an_axis(const World& world) {
+  const Where where{.detail = "share"};
+  Groups groups = new_groups(world, {.replicate = 2, .shard = 2});
+  Group::Shared shared = groups.shard.share(1000, at::kFloat, where);
+  must(shared.everybody.size() == 2, "ranks of one machine read in place");
+  shared.mine.fill_(world.rank());
+  world.barrier();
+  for (int r = 0; r < 2; ++r) {
+    must(shared.everybody[r].eq(world.rank() / 2 * 2 + r).all().item<bool>(), "what the others of the axis wrote");
+  }
+  world.barrier();
+}
+
 void act(const std::string& role) {
+  if (role == "rank 1 has little room" && std::string(std::getenv("RANK")) == "1") {
+    const rlimit little{4 << 20, 4 << 20};
+    must(setrlimit(RLIMIT_FSIZE, &little) == 0, "setrlimit");
+  }
   const World world = World::join(options());
   const int me = world.rank();
   at::Tensor tensor = at::ones({64});
@@ -239,6 +290,9 @@ void act(const std::string& role) {
     verbs(world);
     verbs(second);
   }
+  if (role == "combine") combine(world);
+  if (role == "axes") share_along_an_axis(world);
+  if (role == "rank 1 has little room") little_room(world);
   if (role == "rank 1 lets go first") let_go_first(world);
   if (role == "hold nothing") hold_nothing(world);
   if (role == "crossed") {
@@ -279,9 +333,11 @@ void act(const std::string& role) {
 int play(const std::string& role) {
   at::set_num_threads(1);
   const auto begin = Clock::now();
+  const bool open = fcntl(STDIN_FILENO, F_GETFD) >= 0;
   int code = 0;
   try {
     act(role);
+    must((fcntl(STDIN_FILENO, F_GETFD) >= 0) == open, "the world closed a file that is not its own");
     std::puts("DONE");
   } catch (const Error& e) {
     std::printf("ERROR %s\n", e.what());

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "backend/shm_ring.h"
 #include "plumb/error.h"
-#include "world/shm_ring.h"
 #include "world/support/threads.h"
 
 namespace plumb::testing {

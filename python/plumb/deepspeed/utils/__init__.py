@@ -15,7 +15,10 @@ from ..zero import (
     engine_of,
     get_z3_leaf_modules,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
+    z3_leaf_module,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ __all__ = [
     "get_z3_leaf_modules", "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param",
     "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
-    "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized", "set_z3_leaf_modules", "unset_z3_leaf_modules",
+    "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized", "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
 ]  # fmt: skip
 
 

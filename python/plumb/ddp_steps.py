@@ -1,0 +1,98 @@
+"""How many steps optimizers took over the parameters of a wrapped model, and by which numbers: the same on every rank.
+
+Nothing of ours runs in a step of an optimizer under DistributedDataParallel. One that throws on a rank, that a rank leaves out, or
+that has another learning rate there, would leave that rank with parameters of its own: so what steps did travels with the next
+backward (as a digest), and is an error there on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import optim
+from .engine import Engine
+
+NAME = "the number of optimizer steps over the wrapped model's parameters (one that throws does not count)"
+
+
+class Steps:
+    """Over one engine's parameters."""
+
+    def __init__(self, engine: Engine, parameters: Iterable[torch.Tensor]) -> None:
+        self._engine = weakref.ref(engine)
+        self._ids = {id(parameter) for parameter in parameters}
+        self._taken = 0
+        self._counts = True
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[str, float]]] = weakref.WeakKeyDictionary()
+        self._tell()
+        _all.add(self)
+
+    def suspend(self) -> None:
+        """Ranks that ran out of inputs take no steps: every rank calls it when it enters a join, and ``resume`` when it leaves."""
+        self._counts = False
+        self._tell()
+
+    def resume(self) -> None:
+        self._counts, self._taken = True, 0
+        self._numbers.clear()
+        self._tell()
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        moved = [g for g, group in enumerate(optimizer.param_groups) if self._moves(group)] if self._counts else []
+        if moved:
+            self._taken += 1
+            self._numbers[optimizer] = self._numbers_of(optimizer, moved)
+            self._tell()
+
+    @staticmethod
+    def _numbers_of(optimizer: torch.optim.Optimizer, moved: list[int]) -> list[tuple[str, float]]:
+        numbers: list[tuple[str, float]] = []
+        for g in moved:
+            group = optimizer.param_groups[g]
+            where = f"group {g} of {type(optimizer).__name__}, which stepped the wrapped model,"
+            numbers.append((f"the number of parameters in {where}", float(len(group["params"]))))
+            numbers += optim.numbers_of(group, where)
+        return numbers
+
+    def _moves(self, group: dict[str, Any]) -> bool:
+        """At rate 0 nothing moves: so torch's checkpoints make an optimizer's state, maybe on one rank alone."""
+        return group.get("lr") != 0 and any(id(parameter) in self._ids for parameter in group["params"])
+
+    def _tell(self) -> None:
+        engine = self._engine()
+        if engine is not None and not engine.closed:
+            taken = [(NAME, float(self._taken)), *(number for one in self._numbers.values() for number in one)]
+            engine._engine.compare_in_backwards(taken if self._counts else [])
+
+
+_all: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+
+def _inside_another_step() -> bool:
+    """One optimizer may step others, over parts that differ between ranks. Called from a hook of torch's wrapper of ``step``."""
+    wrapper = sys._getframe(2)
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _all or torch.compiler.is_compiling():
+        return
+    # Inside a backward each parameter may have an optimizer, and not every rank every gradient.
+    if torch._C._current_graph_task_id() != -1 or _inside_another_step():
+        return
+    for steps in list(_all):
+        steps.count(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,80 @@
+"""What may be given to ``plumb.Engine`` in several forms, in the one that the engine takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Union
+
+import torch
+import torch.distributed as dist
+
+from ._C import Error, LossScale, Mesh, ParameterGroup, World
+from .world import world as _world
+
+#: By names, by a regular expression over names, or by a predicate over them.
+Match = Union[Sequence[str], str, Callable[[str], bool]]
+Group = Union[ParameterGroup, dict[str, Any]]
+
+
+def named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
+    result = []
+    try:
+        for name, tensor in pairs:
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise TypeError
+            result.append((uncompiled(name), tensor))
+    except (TypeError, ValueError):
+        raise Error(
+            f"the engine's {what} are a {type(pairs).__name__}; expected a module, or pairs of a name and a tensor"
+            " (module.named_parameters())"
+        ) from None
+    for name, tensor in result:
+        if tensor.is_meta:
+            raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
+    return result
+
+
+def uncompiled(name: str) -> str:
+    """Without what torch.compile puts into names: compiled or not, a model has the same checkpoints."""
+    return name.replace("_orig_mod.", "")
+
+
+def world_of(given: World | dist.ProcessGroup | None, named: list[tuple[str, torch.Tensor]]) -> World:
+    if isinstance(given, World):
+        return given
+    if given is not None and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+        raise Error(f"the world is a {type(given).__name__}; expected a plumb.World or a process group of torch.distributed")
+    return _world(given, device=named[0][1].device.type if named else "cpu")
+
+
+def mesh(mesh: Mesh | tuple[int, int] | None) -> Mesh:
+    if mesh is None:
+        return Mesh()
+    if isinstance(mesh, tuple):
+        return Mesh(replicate=mesh[0], shard=mesh[1])
+    return mesh
+
+
+def loss_scale(scale: LossScale | float | bool | None) -> LossScale | None:
+    if scale is None or scale is False:
+        return None
+    if scale is True:
+        return LossScale()
+    return scale if isinstance(scale, LossScale) else LossScale(float(scale))
+
+
+def group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup:
+    if isinstance(group, ParameterGroup):
+        return group
+    unknown = set(group) - {"match", "lr", "weight_decay"}
+    if unknown or "match" not in group:
+        raise Error(f"a group has the keys {sorted(group)}; expected match, and lr or weight_decay")
+    match: Match = group["match"]
+    if callable(match):
+        names = {name for name, _ in named if match(name)}
+    elif isinstance(match, str):
+        names = {name for name, _ in named if re.search(match, name)}
+    else:
+        names = {uncompiled(name) for name in match}
+    return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))

@@ -1,0 +1,321 @@
+// The `tcp` backend between ranks that are threads of one process: results, order, and what is said when it cannot go on.
+#include "backend/tcp.h"
+
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <latch>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "backend/links.h"
+#include "backend/sockets.h"
+#include "world/support/drill.h"
+#include "world/support/threads.h"
+
+namespace plumb::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr std::chrono::microseconds kPatience{50};
+
+// Runs `body` on `size` threads, each with a backend. Returns what each threw.
+std::vector<std::string> on_tcp(int size, const std::function<void(int rank, const BackendPtr& backend)>& body,
+                                const c10::intrusive_ptr<c10d::Store>& store = c10::make_intrusive<c10d::HashStore>()) {
+  return on_threads(size, [&](int rank) { body(rank, make_tcp_backend(store, rank, size, "127.0.0.1", kPatience)); });
+}
+
+WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor) {
+  std::vector<at::Tensor> one{tensor};
+  return backend->allreduce(one);
+}
+
+void expect_all(const at::Tensor& tensor, double value) { EXPECT_TRUE(tensor.eq(value).all().item<bool>()); }
+
+TEST(Tcp, CarriesEveryVerbDtypeAndLength) {
+  for (const int size : {2, 5}) {
+    expect_all_well(on_tcp(size, [](int, const BackendPtr& backend) { drill(*backend); }));
+  }
+}
+
+TEST(Tcp, CarriesRandomCallsThatAreWaitedForInAnotherOrderOnEachRank) {
+  expect_all_well(on_tcp(3, [](int, const BackendPtr& backend) { soak({backend.get()}, 5, 60); }));
+}
+
+// Several slices, which end in an uneven one: each is summed, and sent on, by itself.
+TEST(Tcp, SumsWhatIsLongerThanASlice) {
+  for (const int64_t numel : {524'288 * 3, 524'288 * 3 + 7, 524'288 * 2 - 1, 3}) {
+    expect_all_well(on_tcp(3, [&](int rank, const BackendPtr& backend) {
+      const at::Tensor mine = at::arange(numel, at::kFloat).remainder(1000).add(rank);
+      all_reduce(backend, mine)->wait(seconds(60));
+      EXPECT_TRUE(at::equal(mine, at::arange(numel, at::kFloat).remainder(1000).mul(3).add(3))) << numel;
+    }));
+  }
+}
+
+// Rank 0 is a call ahead: its next one must not stand in the way of what rank 1 still waits for.
+TEST(Tcp, ARankThatIsACallAheadKeepsNobodyFromEndingTheOneBefore) {
+  expect_all_well(on_tcp(2, [](int rank, const BackendPtr& backend) {
+    for (int turn = 0; turn < 20; ++turn) {
+      const at::Tensor first = at::full({1'500'000}, 1.0 + rank), second = at::full({1'500'000}, 10.0 + rank);
+      const WorkPtr begun = all_reduce(backend, first);
+      if (rank == 1) begun->wait(seconds(60));
+      const WorkPtr next = all_reduce(backend, second);
+      begun->wait(seconds(60));
+      next->wait(seconds(60));
+      expect_all(first, 3);
+      expect_all(second, 21);
+    }
+  }));
+}
+
+// While nobody waits: sums are made, and sent on, by the thread.
+TEST(Tcp, ACallEndsWhileItsRanksCompute) {
+  std::latch all(2);
+  expect_all_well(on_tcp(2, [&](int rank, const BackendPtr& backend) {
+    const at::Tensor warm = at::ones({8});
+    all_reduce(backend, warm)->wait(seconds(60));
+    const at::Tensor mine = at::full({400'000}, 1.0 + rank);
+    const WorkPtr work = all_reduce(backend, mine);
+    // Nobody asks, and it ends all the same: the memory shows it.
+    const volatile float* last = mine.data_ptr<float>() + 399'999;
+    for (int i = 0; i < 20'000 && *last != 3.0f; ++i) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_EQ(*last, 3.0f);
+    all.arrive_and_wait();
+    work->wait(seconds(60));
+    expect_all(mine, 3);
+  }));
+}
+
+// More than the network holds: both sides go on when there is room, or something has come, without anybody's asking.
+TEST(Tcp, AGatherMovesWhileItsRanksCompute) {
+  constexpr int64_t numel = 8'000'000;
+  std::latch all(2);
+  expect_all_well(on_tcp(2, [&](int rank, const BackendPtr& backend) {
+    const auto begin = [&](std::vector<at::Tensor>& memory) {
+      return rank == 0 ? backend->send(memory, 1, kGatherTag | 1) : backend->recv(memory, 0, kGatherTag | 1);
+    };
+    std::vector<at::Tensor> warm{at::ones({8})};
+    begin(warm)->wait(seconds(60));  // makes the connection: that, nobody does beside
+    std::vector<at::Tensor> memory{at::full({numel}, rank == 0 ? 5.0 : 0.0)};
+    const WorkPtr work = begin(memory);
+    if (rank == 1) {
+      const volatile float* last = memory[0].data_ptr<float>() + numel - 1;
+      for (int i = 0; i < 20'000 && *last != 5.0f; ++i) std::this_thread::sleep_for(milliseconds(1));
+      EXPECT_EQ(*last, 5.0f);
+    }
+    all.arrive_and_wait();
+    work->wait(seconds(60));
+    expect_all(memory[0], 5);
+  }));
+}
+
+TEST(Tcp, AMessageThatHasNoPlaceYetWaitsInTheNetwork) {
+  expect_all_well(on_tcp(2, [](int rank, const BackendPtr& backend) {
+    std::vector<at::Tensor> large{at::full({8'000'000}, 5.0)}, small{at::full({3}, 7.0)};
+    if (rank == 0) {
+      const WorkPtr sent = backend->send(large, 1, kGatherTag | 1);
+      backend->send(small, 1, 2)->wait(seconds(60));  // another lane: the large one is not in its way
+      sent->wait(seconds(60));
+    } else {
+      std::vector<at::Tensor> first{at::zeros({3})}, second{at::zeros({8'000'000})};
+      backend->recv(first, 0, 2)->wait(seconds(60));
+      expect_all(first[0], 7);
+      backend->recv(second, 0, kGatherTag | 1)->wait(seconds(60));
+      expect_all(second[0], 5);
+    }
+  }));
+}
+
+// The next round begins when the one before has come, also for who never waits.
+TEST(Tcp, RoundsOfMessagesGoOnForWhoOnlyAsks) {
+  constexpr int size = 5;
+  std::latch all(size);
+  expect_all_well(on_tcp(size, [&](int rank, const BackendPtr& backend) {
+    std::mutex issuing;
+    Links links(backend, issuing, std::make_shared<Wire>(), Cargo::control);
+    const at::Tensor blocks = at::full({size * 3}, -1.0);
+    const WorkPtr work = links.start(spread(rank, size, at::full({3}, 1.0 * rank), blocks), 7);
+    for (int i = 0; i < 20'000 && !work->isCompleted(); ++i) std::this_thread::sleep_for(milliseconds(1));
+    EXPECT_TRUE(work->isCompleted());
+    for (int r = 0; r < size; ++r) expect_all(blocks.narrow(0, 3 * r, 3), r);
+    all.arrive_and_wait();
+  }));
+}
+
+TEST(Tcp, AMessageOfAnotherKindNeverFillsThisOnesMemory) {
+  expect_all_well(on_tcp(2, [](int rank, const BackendPtr& backend) {
+    std::vector<at::Tensor> memory{at::full({4}, rank == 0 ? 5.0 : -1.0)};
+    if (rank == 0) {
+      backend->send(memory, 1, 3)->wait(seconds(60));
+    } else {
+      EXPECT_ANY_THROW(backend->recv(memory, 0, 4)->wait(milliseconds(300)));
+      expect_all(memory[0], -1);
+    }
+  }));
+}
+
+TEST(Tcp, RanksThatCallDifferentCollectivesAreToldBoth) {
+  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
+    at::Tensor mine = at::ones({100}), all = at::zeros({200});
+    (rank == 0 ? all_reduce(backend, mine) : backend->_allgather_base(all, mine))->wait(seconds(60));
+  });
+  const bool told =
+      thrown[0].find("all_reduce") != std::string::npos && thrown[0].find("all_gather") != std::string::npos;
+  const bool other =
+      thrown[1].find("all_reduce") != std::string::npos && thrown[1].find("all_gather") != std::string::npos;
+  EXPECT_TRUE(told || other) << thrown[0] << "\n" << thrown[1];
+  for (const std::string& text : thrown) EXPECT_NE(text, "");
+}
+
+TEST(Tcp, RanksWhoseTensorsDifferInLengthAreToldBoth) {
+  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
+    all_reduce(backend, at::ones({rank == 0 ? 100 : 500}))->wait(seconds(60));
+  });
+  for (const std::string& text : thrown) EXPECT_NE(text, "");
+  EXPECT_THAT(thrown[0] + thrown[1], AllOf(HasSubstr("called all_reduce (number 1, "), HasSubstr("every rank must")));
+}
+
+TEST(Tcp, TheEndOfARankEndsTheWaitsOfTheOthers) {
+  const auto thrown = on_tcp(3, [](int rank, const BackendPtr& backend) {
+    all_reduce(backend, at::ones({10}))->wait(seconds(60));
+    if (rank == 1) return;
+    all_reduce(backend, at::ones({10}))->wait(seconds(60));
+  });
+  EXPECT_EQ(thrown[1], "");
+  for (const int r : {0, 2}) EXPECT_THAT(thrown[r], HasSubstr("the connection to rank"));
+}
+
+TEST(Tcp, WhatIsDroppedUnfinishedNeitherHangsNorIsWritten) {
+  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
+    const at::Tensor warm = at::ones({10});
+    all_reduce(backend, warm)->wait(seconds(60));
+    if (rank == 1) all_reduce(backend, at::ones({3'000'000}));  // nobody waits, and rank 0 never comes
+    backend->shutdown();
+  });
+  expect_all_well(thrown);
+}
+
+int threads_of_tcp() {
+  int found = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm") >> std::ws, name);
+    found += name == "plumb_tcp" ? 1 : 0;
+  }
+  return found;
+}
+
+// Rank 0 has let go of the call and of the backend when the thread ends the call, and with it itself.
+TEST(Tcp, ACallThatNobodyHoldsEndsAllTheSame) {
+  const int before = threads_of_tcp();
+  for (int turn = 0; turn < 5; ++turn) {
+    expect_all_well(on_tcp(2, [](int rank, const BackendPtr& backend) {
+      all_reduce(backend, at::ones({10}))->wait(seconds(60));
+      const at::Tensor mine = at::full({100'000}, 1.0 + rank);
+      if (rank == 0) return static_cast<void>(all_reduce(backend, mine));
+      std::this_thread::sleep_for(milliseconds(50));
+      all_reduce(backend, mine)->wait(seconds(60));
+      expect_all(mine, 3);
+    }));
+  }
+  for (int i = 0; i < 10'000 && threads_of_tcp() > before; ++i) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_EQ(threads_of_tcp(), before);
+}
+
+TEST(Tcp, ArgumentsThatCannotBeCarriedAreRefusedBeforeAnybodyWaits) {
+  expect_all_well(on_tcp(2, [](int, const BackendPtr& backend) {
+    EXPECT_ANY_THROW(all_reduce(backend, at::ones({4, 4}).t()));
+    EXPECT_ANY_THROW(all_reduce(backend, at::ones({4}, at::kBool)));
+    std::vector<at::Tensor> one{at::ones({4})};
+    EXPECT_ANY_THROW(backend->send(one, 2, 1));
+    c10d::AllreduceOptions product;
+    product.reduceOp = c10d::ReduceOp::PRODUCT;
+    EXPECT_ANY_THROW(backend->allreduce(one, product));
+    const at::Tensor after = at::ones({4});
+    all_reduce(backend, after)->wait(seconds(60));
+    expect_all(after, 2);
+  }));
+}
+
+// A process may have so many files open that one more is left to it, and two are needed.
+TEST(Tcp, AProcessWithoutRoomForItsSocketsIsToldAtOnce) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int lowest = ::dup(0);  // all below are in use
+  ASSERT_GE(lowest, 0);
+  ::close(lowest);
+  for (const int left : {0, 1}) {
+    rlimit few = before;
+    few.rlim_cur = static_cast<rlim_t>(lowest + left);
+    std::string told = "nothing";
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    try {
+      const Sockets sockets(c10::make_intrusive<c10d::HashStore>(), 0, 2, "127.0.0.1");
+    } catch (const std::exception& error) {
+      told = error.what();
+    }
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+    EXPECT_THAT(told, AllOf(HasSubstr("no socket"), HasSubstr("Too many open files"))) << left << " left";
+    const int again = ::dup(0);
+    EXPECT_EQ(again, lowest) << "what it had opened is closed again";
+    ::close(again);
+  }
+}
+
+// Somebody who connects without knowing the secret is nobody, whatever rank it says it is.
+TEST(Tcp, AStrangerIsSentAway) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::latch ready(2), tried(2);
+  expect_all_well(on_tcp(
+      2,
+      [&](int rank, const BackendPtr& backend) {
+        ready.arrive_and_wait();
+        if (rank == 1) {
+          std::istringstream text(store->get_to_str("socket/0"));
+          int port = 0;
+          text >> port;
+          const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+          sockaddr_in there{};
+          there.sin_family = AF_INET;
+          there.sin_port = htons(static_cast<uint16_t>(port));
+          there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+          EXPECT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&there), sizeof there), 0);
+          std::array<uint32_t, 6> greeting{1, 2, 0x504c4d42, 1, 2, 0};
+          EXPECT_EQ(::write(fd, greeting.data(), sizeof greeting), static_cast<ssize_t>(sizeof greeting));
+          tried.arrive_and_wait();
+          const at::Tensor mine = at::ones({5});
+          all_reduce(backend, mine)->wait(seconds(60));
+          expect_all(mine, 3);
+          char byte = 0;
+          EXPECT_LE(::read(fd, &byte, 1), 0);  // closed
+          ::close(fd);
+        } else {
+          tried.arrive_and_wait();
+          const at::Tensor mine = at::full({5}, 2.0);
+          all_reduce(backend, mine)->wait(seconds(60));
+          expect_all(mine, 3);
+        }
+      },
+      store));
+}
+
+}  // namespace
+}  // namespace plumb::testing

@@ -1,0 +1,101 @@
+// Saves and loads of odd things, and of what cannot be: every rank is told alike, what to do, and training goes on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "save/folder.h"
+#include "save/support/folder.h"
+#include "save/support/trained.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(RefusedSave, OfCursorsThatDifferNamesBoth) {
+  Scratch scratch;
+  const auto texts = errors(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, SGD{}, {.strategy = "zero2"});
+    try {
+      engine.save(scratch.path("all"), {.samples = 8 + world.rank()});
+    } catch (const SaveError&) {
+      EXPECT_TRUE(save::checkpoints_in(scratch.path("all")).empty());
+      engine.save(scratch.path("all"), {.samples = 17});
+      EXPECT_EQ(engine.load(scratch.path("all")).samples, 17);
+      throw;
+    }
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("failed on rank 1: save() with samples 9, and rank 0 with 8; it is one cursor")));
+}
+
+// What an extra throws is the user's own, and nobody else's end.
+TEST(RefusedSave, OfAnExtraThatCannotIsAnErrorOfThatSaveAlone) {
+  Scratch scratch;
+  const auto nothing = [](const NamedTensors&) {};
+  const std::vector<std::pair<Extra, std::string>> cases = {
+      {Extra{"loader", {}, nothing}, "the extra 'loader' has no function to save with"},
+      {Extra{"loader", []() -> NamedTensors { throw std::runtime_error("boo"); }, nothing}, "boo"},
+      {Extra{"loader", []() -> NamedTensors { throw 5; }, nothing}, "an exception that is no std::exception"},
+      {Extra{"loader", [] { return NamedTensors{{"x", at::eye(2).to_sparse()}}; }, nothing},
+       "extra 'loader' (x) is no dense tensor; a checkpoint holds those alone"},
+      {Extra{"loader", [] { return NamedTensors{{"x", at::Tensor()}}; }, nothing},
+       "extra 'loader' (x) is no dense tensor"},
+      // What libtorch throws, without the places that it was thrown through.
+      {Extra{"loader", [] { return NamedTensors{{"x", at::ones({2}).view({3})}}; }, nothing},
+       "shape '[3]' is invalid for input of size 2"}};
+  for (const auto& [extra, why] : cases) {
+    const auto texts = errors(2, [&](World world) {
+      Model model(3);
+      Engine engine(world, model, SGD{});
+      try {
+        engine.save(scratch.path("all"), {.extras = {extra}});
+      } catch (const SaveError&) {
+        train(engine, model, 1);
+        engine.save(scratch.path("all"));
+        throw;
+      }
+    });
+    EXPECT_THAT(texts, Each(AllOf(HasSubstr("failed on rank 0: " + why), Not(HasSubstr("frame #")))));
+  }
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  engine.save(scratch.path("one"), {.extras = {Extra{"loader", [] { return NamedTensors{}; }, nothing}}});
+  EXPECT_THAT(errors(1, [&](World) { engine.load(scratch.path("one"), {.extras = {Extra{"loader", {}, {}}}}); })[0],
+              HasSubstr("the extra 'loader' has no function to load with"));
+}
+
+TEST(Save, HoldsTheNumbersOfExtrasThatAreConjugatedOrNegatedViews) {
+  Scratch scratch;
+  Model model(3);
+  const at::Tensor numbers = at::complex(at::arange(3.), at::arange(3.) + 1);
+  Engine engine(World(), model, SGD{});
+  NamedTensors got;
+  const Extra extra{"views", [&] { return NamedTensors{{"c", numbers.conj()}, {"n", at::imag(numbers)._neg_view()}}; },
+                    [&](const NamedTensors& saved) { got = saved; }};
+  engine.save(scratch.path("all"), {.extras = {extra}});
+  engine.load(scratch.path("all"), {.extras = {extra}});
+  ASSERT_EQ(got.size(), 2u);
+  EXPECT_TRUE(at::equal(got[0].second, at::complex(at::arange(3.), -at::arange(3.) - 1)));
+  EXPECT_TRUE(at::equal(got[1].second, -at::arange(3.) - 1));
+}
+
+TEST(RefusedLoad, SaysThatThereIsNoFolder) {
+  Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  const auto said = [&](const std::string& name) {
+    return errors(1, [&](World) { engine.load(scratch.path(name)); })[0];
+  };
+  EXPECT_THAT(said("none"), HasSubstr("none': there is no such folder"));
+  std::filesystem::create_directory(scratch.path("empty"));
+  EXPECT_THAT(said("empty"), AllOf(HasSubstr("no complete checkpoint in"), Not(HasSubstr("no such folder"))));
+}
+
+}  // namespace
+}  // namespace plumb

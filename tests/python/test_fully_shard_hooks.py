@@ -1,0 +1,172 @@
+"""What users put on or into the parameters of plumb.fully_shard: hooks on gradients, and other tensors in the parameters' places."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import plumb
+from sharding import Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both
+
+case = Cases(2)
+
+
+@case
+def a_hook_on_a_parameter_sees_and_changes_its_gradient() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    shapes = []
+    for one in (model, reference):
+        mask = (torch.arange(20.0, dtype=torch.float64) % 3).unsqueeze(1)
+        one[0].in_proj.weight.register_hook(lambda gradient, mask=mask: gradient * mask)
+        one[0].in_proj.weight.register_hook(lambda gradient: shapes.append(tuple(gradient.shape)))
+        one[1].out_proj.bias.register_hook(lambda gradient: gradient + 1)
+        one[1].out_proj.bias.register_hook(lambda gradient: gradient * 2)
+    train_both(model, reference)
+    assert set(shapes) == {(20, 5)} and len(shapes) == 8, shapes
+
+
+@case
+def a_hook_comes_between_a_forward_and_its_backward_and_goes() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    for i in range(3):
+        for one in (model, reference):
+            loss = plain_loss(one, i)
+            weight = one[2].in_proj.weight
+            handle = weight.register_hook(lambda gradient: gradient * 3) if i < 2 else None
+            loss.backward()
+            if handle is not None:
+                handle.remove()
+        reduce_gradients(reference)
+        same(reference, model)
+        for one in (model, reference):
+            one.zero_grad()
+
+
+@case
+def a_hook_and_another_factor_compose() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    model[1].set_gradient_divide_factor(1.0)  # the sum of two ranks: twice their mean
+    model[1].in_proj.weight.register_hook(lambda gradient: gradient + 1)
+    for parameter in reference[1].parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    reference[1].in_proj.weight.register_hook(lambda gradient: gradient + 2)
+    train_both(model, reference)
+
+
+@case
+def a_frozen_parameter_takes_no_hook_as_in_torch() -> None:
+    model = shard(mlps())
+    weight = model[0].in_proj.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        weight.register_hook(lambda gradient: gradient)
+
+
+@case
+def other_tensors_in_the_parameters_places_are_an_error() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    x = batch(model, 0)
+    for _ in range(2):  # before the engine is built, and after
+        doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+        with pytest.raises(plumb.Error, match="functional_call"):
+            torch.func.functional_call(model, doubled, (x,))
+        one = {"1.in_proj.weight": model[1].in_proj.weight * 2}
+        with pytest.raises(plumb.Error, match="'weight' of a Linear under fully_shard"):
+            torch.func.functional_call(model, one, (x,))
+        torch.testing.assert_close(model(x), reference(x))
+    bias = model[0].in_proj.bias
+    model[0].in_proj.bias = None
+    with pytest.raises(plumb.Error, match="'bias' of a Linear under fully_shard"):
+        model(x)
+    model[0].in_proj.bias = bias
+    train_both(model, reference)
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def _shrink(parameter: torch.Tensor) -> None:
+    parameter.data.mul_(0.5).clamp_(-0.1, 0.1)
+
+
+@case
+def what_is_written_through_data_is_everybodys() -> None:
+    for change in (_halve, _shrink):
+        for how in ({}, {"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}):
+            model = mlps()
+            reference = copy.deepcopy(model)
+            shard(model, **how)
+            exact = "mp_policy" not in how
+            for i in range(2):
+                x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+                with torch.no_grad():
+                    model(batch(model, i))
+                dist.barrier()  # nobody runs a forward while somebody writes
+                for one in (model, reference):
+                    for parameter in one.parameters():
+                        change(parameter)
+                torch.testing.assert_close(model(x).double(), reference(x), atol=1e-9 if exact else 1e-6, rtol=1e-6)
+                if exact:
+                    train_both(model, reference, steps=1)
+
+
+@case
+def data_of_another_kind_is_an_error() -> None:
+    model = shard(mlps())
+    weight = model[0].in_proj.weight
+    for value in (torch.zeros(20, 5, dtype=torch.float64), weight.detach().float(), model[0].out_proj.weight.detach()):
+        with pytest.raises(plumb.Error, match="data of a sharded parameter"):
+            weight.data = value
+
+
+@case
+def the_first_forward_may_be_an_inference() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    for i in range(2):
+        with torch.inference_mode():
+            made = model(batch(model, i))
+            torch.testing.assert_close(made, reference(batch(model, i)))
+        train_both(model, reference, steps=2)
+
+
+@case
+def a_module_that_came_after_the_first_forward_is_an_error_of_the_step() -> None:
+    model = mlps()
+    ignored = model[2].out_proj.bias
+    for block in model:
+        plumb.fully_shard(block, ignored_params={ignored})
+    plumb.fully_shard(model, ignored_params={ignored})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_loss(model, 0).backward()
+    optimizer.step()
+    model[0].act = nn.Tanh()  # no parameters, no question
+    model.append(nn.Linear(5, 5).double())
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    plain_loss(model, 1).backward()
+    with pytest.raises(plumb.Error, match="parameter '3.weight' came into the model after the engine was built"):
+        optimizer.step()
+    model[3].requires_grad_(False)
+    optimizer.step()
+    model[3].bias.requires_grad_(True)
+    with pytest.raises(plumb.Error, match="parameter '3.bias' came into the model"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", case.all)
+def test_on_two_ranks(name: str) -> None:
+    case.check(name)

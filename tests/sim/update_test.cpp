@@ -1,0 +1,69 @@
+// Updates on a device, where the counts of updates lie on it, too: those of the CPU, whichever gradients come.
+#include <functional>
+
+#include "plumb/plumb.h"
+#include "sim/support/support.h"
+
+namespace plumb::sim {
+namespace {
+
+using RunRanks = std::function<void(const std::function<void(World)>&)>;
+
+// Three parameters in one bucket; in step s, parameter i has a gradient where bit i of `used[s]` says so.
+std::vector<at::Tensor> updated(const RunRanks& run, const std::function<at::Device(int rank)>& device_of,
+                                const Optimizer& optimizer, const std::string& strategy,
+                                const std::vector<unsigned>& used) {
+  std::vector<at::Tensor> found(3);
+  run([&](World world) {
+    const at::Device device = device_of(world.rank());
+    std::vector<at::Tensor> parameters;
+    NamedTensors named;
+    for (int i = 0; i < 3; ++i) {
+      parameters.push_back((torch::arange(10 + i, at::kFloat) * 0.3).sin().to(device).requires_grad_());
+      named.emplace_back("p" + std::to_string(i), parameters.back());
+    }
+    Engine engine(world, named, {}, optimizer, {.strategy = strategy});
+    for (size_t step = 0; step < used.size(); ++step) {
+      for (int i = 0; i < 3; ++i) {
+        if ((used[step] >> i & 1U) == 0) continue;
+        const double phase = static_cast<double>(step) + world.rank();
+        engine.deliver(parameters[i], (torch::arange(10 + i, at::kFloat) + phase).cos().to(device));
+      }
+      engine.end_pass();
+      (void)engine.step();
+      engine.zero_grad();
+    }
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor whole = engine.full_parameter(parameters[i]).cpu();
+      if (world.rank() == 0) found[i] = whole;
+    }
+  });
+  return found;
+}
+
+TEST(Updates, OnADeviceAreThoseOfTheCpuWhicheverGradientsCome) {
+  const std::vector<Optimizer> optimizers = {SGD{.lr = 0.1, .momentum = 0.9}, Adam{.lr = 0.05}, AdamW{.lr = 0.05},
+                                             RMSprop{.lr = 0.05, .centered = true}};
+  const std::vector<std::vector<unsigned>> rows = {{7, 7, 7}, {1, 7, 3, 6}, {5, 2, 5, 7}, {4, 4, 7, 1}};
+  for (const char* strategy : {"ddp", "zero2"}) {
+    for (size_t which = 0; which < optimizers.size(); ++which) {
+      for (size_t row = 0; row < rows.size(); ++row) {
+        const auto expected = updated([](const auto& body) { run_local(2, body); }, [](int) { return at::kCPU; },
+                                      optimizers[which], strategy, rows[row]);
+        Session session(row);
+        const auto found = updated([](const auto& body) { run_world(2, body); }, [](int rank) { return device(rank); },
+                                   optimizers[which], strategy, rows[row]);
+        session.finish();
+        EXPECT_TRUE(session.races().empty()) << session.report();
+        for (int i = 0; i < 3; ++i) {
+          EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-5, 1e-6))
+              << strategy << ", optimizer " << which << ", row " << row << ", parameter " << i << ": " << found[i]
+              << "\ninstead of " << expected[i];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace plumb::sim
