@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -67,6 +68,8 @@ int nobody_asks(int x) { return x > 4 ? x / 2 : x; }
 """
 
 TEST = """#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <unistd.h>
 #include <vector>
@@ -84,6 +87,9 @@ void push(std::deque<int>& queue, int value);
 }
 using namespace sample;
 int main() {
+  // As on a machine that stands still for a while: once, and with a mutant's library.
+  const char* once = std::getenv("SAMPLE_STALLS");
+  if (once && !std::strstr(std::getenv("LD_LIBRARY_PATH"), "unmutated") && unlink(once) == 0) sleep(600);
   // As GoogleTest prints it.
   std::printf("[ RUN      ] Sample.Adds\\n");
   std::fflush(stdout);
@@ -146,7 +152,7 @@ class Mutants(unittest.TestCase):
         (self.root / "accepted.json").write_text(json.dumps(accepted or []))
         return subprocess.Popen([sys.executable, HERE / "run-generated", self.root / "list.json", "--build", self.build,
                                  "--nearest", self.root / "nearest.json", "--accepted", self.root / "accepted.json",
-                                 "--results", self.root / "results.json", "--grace", "2", *options], text=True,
+                                 "--results", self.root / "results.json", "--grace", "4", *options], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def run_list(self, *words, **options) -> tuple[dict, str, int]:
@@ -186,6 +192,14 @@ class Mutants(unittest.TestCase):
         self.assertEqual(results["optim-survives"]["verdict"], "accepted", output)
         self.assertIn("optim: killed 1 of 1", output)
         self.assertEqual(code, 0, output)
+
+    def test_a_start_that_stalls_once_is_no_kill(self):
+        stalls = self.root / "stalls"
+        stalls.touch()
+        with unittest.mock.patch.dict(os.environ, SAMPLE_STALLS=str(stalls)):
+            results, output, _ = self.run_list([self.by_hand("survives", "x / 2", "x * 2")])
+        self.assertFalse(stalls.exists(), output)
+        self.assertEqual(results["optim-survives"]["verdict"], "SURVIVED", output)
 
     def test_resumes_where_it_stopped(self):
         mutants = [self.by_hand("killed", "a - b", "a + b"), self.by_hand("survives", "x / 2", "x * 2")]
