@@ -302,7 +302,7 @@ void Reducer::close_synced_pass(OpenPass& pass) {
     if (!pass.failure) pass.failure = summing_->take_failure();
     std::vector<bool> late;
     for (const Bucket& bucket : buckets_) late.push_back(bucket.late || (bucket.frozen && bucket.wanted()));
-    if (summing_->ends_together()) traffic_.finish_all(where);
+    summing_->begin_rest(where);
     all = exchange_facts(Where::Kind::backward, late, pass.failure != nullptr);
     traffic_.finish_all(where);
     changes_.check_gradients(members_.sinks(), all);

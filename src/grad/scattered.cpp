@@ -10,6 +10,8 @@ namespace {
 
 // Messages of whole gradients on their way at a time: one being filled, one being reduced.
 constexpr size_t kInFlight = 2;
+// Pieces on their way between the replicas; they lie where they stay, or are as small.
+constexpr size_t kCrossing = 8;
 constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
 
 }  // namespace
@@ -48,12 +50,25 @@ void Scattered::keep_few_in_flight() {
     }
     return count;
   };
-  while (messages() >= kInFlight) {
-    Bucket& oldest = *in_flight_.front();
-    Where where = sent_at_;
-    where.detail = "the reduction of bucket " + std::to_string(oldest.index);
-    finish(oldest, where);
-  }
+  while (messages() >= kInFlight) cross(sent_at_);
+  while (crossing_.size() > (crosses() ? kCrossing : 0)) finish(*crossing_.front(), sent_at_);
+}
+
+// The whole gradient has done its work; its piece goes on to the replicas. In the order in which they began, whoever is
+// wanted: every crossing is a collective.
+void Scattered::cross(Where where) {
+  Bucket& bucket = *in_flight_.front();
+  in_flight_.pop_front();
+  where.detail = "the reduction of bucket " + std::to_string(bucket.index);
+  const Alone alone(bucket.lanes, bucket.device());
+  bucket.reduction->wait(where);
+  bucket.reduction = std::make_shared<Pending>(team_.replicate().all_reduce(bucket.target()));
+  give_back(bucket.incoming);
+  crossing_.push_back(&bucket);
+}
+
+void Scattered::begin_rest(const Where& where) {
+  while (crosses() && !in_flight_.empty()) cross(where);
 }
 
 void Scattered::begin(Bucket& bucket, const Where& where) {
@@ -81,18 +96,19 @@ void Scattered::send(const std::vector<Bucket*>& buckets) {
   }
 }
 
-// In the order in which they began, whoever is wanted: over two axes, the end of a reduction is a collective.
 void Scattered::finish_before(Bucket& bucket, const Where& where) {
-  while (!in_flight_.empty() && in_flight_.front() != &bucket) finish(*in_flight_.front(), where);
-  if (!in_flight_.empty()) in_flight_.pop_front();
+  while (std::find(in_flight_.begin(), in_flight_.end(), &bucket) != in_flight_.end()) cross(where);
+  std::erase(crossing_, &bucket);
 }
 
-void Scattered::arrived(Bucket& bucket, const Where& where) {
-  team_.replicate().all_reduce(bucket.target()).wait(where);
-  close_target(bucket);
-  // Fresh memory costs a fault per page: the next bucket of this step takes this one's.
-  if (bucket.device().is_cpu() && spares_.size() < kInFlight) spares_.push_back(bucket.incoming.memory);
-  bucket.incoming.memory.reset();
+void Scattered::arrived(Bucket& bucket, const Where& /*where*/) { close_target(bucket); }
+
+// Fresh memory costs a fault per page: the next bucket of this step takes this one's.
+void Scattered::give_back(Incoming& incoming) {
+  if (incoming.memory.device().is_cpu() && spares_.size() < kInFlight) spares_.push_back(incoming.memory);
+  keep_for_current(incoming.sum);
+  incoming.sum.reset();
+  incoming.memory.reset();
 }
 
 void Scattered::finish_step() {

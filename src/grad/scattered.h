@@ -1,5 +1,6 @@
-// Scattered: gradients that are sharded. What a pass collected is reduce-scattered over the ranks of the replica, and then
-// all-reduced over the replicas; `.grad` is this rank's piece. At most two whole gradients are alive at a time.
+// Scattered: gradients that are sharded. What a pass collected is reduce-scattered over the ranks of the replica; the piece
+// then crosses to the other replicas, to be summed with theirs, beside what follows; `.grad` is this rank's piece. At most two
+// whole gradients are alive at a time.
 #pragma once
 
 #include <deque>
@@ -22,7 +23,7 @@ class Scattered final : public Collected {
   void begin(Bucket& bucket, const Where& where) override;
   void send() override;
   bool joins_messages() const override { return team_.shard().messages_are_dear(); }
-  bool ends_together() const override { return team_.replicate().size() > 1; }
+  void begin_rest(const Where& where) override;
   bool holds_in_buckets() const override { return false; }
   void finish_step() override;
 
@@ -34,10 +35,14 @@ class Scattered final : public Collected {
   void arrived(Bucket& bucket, const Where& where) override;
   void send(const std::vector<Bucket*>& buckets);
   void keep_few_in_flight();
+  bool crosses() const { return team_.replicate().size() > 1; }
+  void cross(Where where);  // the oldest in flight
+  void give_back(Incoming& incoming);
 
   const Holding holding_;
   std::vector<Bucket*> outgoing_;   // wait for the rest of their convoy
   std::deque<Bucket*> in_flight_;   // in the order in which they were sent
+  std::deque<Bucket*> crossing_;    // in the same order
   Where sent_at_;                   // by the last of them
   std::vector<at::Tensor> spares_;  // memory of `incoming` that ended, until the step ends
 };

@@ -53,10 +53,10 @@ class Summing {
   virtual void begin(Bucket& bucket, const Where& where) = 0;
   virtual void send() {}
   virtual bool joins_messages() const { return false; }
+  // Begins what reductions on their way still need of others, who would wait for it while this rank waits for them.
+  virtual void begin_rest(const Where& /*where*/) {}
   // Waits for it.
   void finish(Bucket& bucket, const Where& where);
-  // Whether the end of a reduction is itself a collective, which must not wait for anything else.
-  virtual bool ends_together() const { return false; }
 
   // At step(): whether gradients held on this rank wait in buckets for a reduction, and that they are complete.
   virtual bool holds_in_buckets() const = 0;

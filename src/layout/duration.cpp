@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kTogether = 512 << 10;  // bytes of a message of several small buckets
 constexpr int64_t kScatteredAtATime = 2;
+constexpr int64_t kCrossingAtATime = 8;
 constexpr int64_t kUpdatesAtATime = 3;
 
 double one_way(double bytes, int64_t ranks) {
@@ -71,7 +72,9 @@ Messages messages_of(const ModelShape& model, const Plan& plan, const Load& load
       queue = joined(queue);
     }
     result.turns = turns_of(static_cast<int64_t>(queue.size()), kScatteredAtATime);
-    result.reduction_rounds = rounds_around(carriage, 1, shards) + rounds_around(carriage, 2, replicas);
+    result.crossing_turns = turns_of(static_cast<int64_t>(queue.size()), kCrossingAtATime);
+    result.crossing_rounds = rounds_around(carriage, 2, replicas);
+    result.reduction_rounds = rounds_around(carriage, 1, shards) + result.crossing_rounds;
     if (load.norm) result.norm_rounds = rounds_around(carriage, 2, shards);
   } else {
     result.reduction_rounds = rounds_around(carriage, 2, ranks);
@@ -117,7 +120,9 @@ Duration duration(const ModelShape& model, const Plan& plan, const Link& link, c
 
   // Bytes take turns; latencies overlap, as many as are on their way at a time. The last message begins when the backward
   // ends, and facts travel beside it.
-  const double reduced = taken(t.reduction_bytes, t.turns * t.reduction_rounds);
+  const int64_t across = t.crossing_rounds, inside = t.reduction_rounds - across;
+  const int64_t rounds = std::max(t.turns * inside + across, inside + t.crossing_turns * across);
+  const double reduced = taken(t.reduction_bytes, rounds);
   const double last = taken(t.last_bytes, t.reduction_rounds);
 
   // The first unit of a forward is waited for.

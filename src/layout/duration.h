@@ -25,8 +25,10 @@ struct Load {
 struct Messages {
   int64_t control_rounds = 0;    // of one host message: one in each pass that reduces, one in a step
   int64_t reduction_rounds = 0;  // of one bucket
+  int64_t crossing_rounds = 0;   // of these: between replicas, beside the next buckets' others
   int64_t reductions = 0;        // messages of one reduction of all gradients
   int64_t turns = 0;             // in which they go, those of a turn beside each other
+  int64_t crossing_turns = 0;    // and those between replicas
   int64_t updates = 0;           // messages of parameters that stay whole while their state is sharded
   int64_t updated_rounds = 0;    // of one of them
   int64_t norm_rounds = 0;

@@ -104,14 +104,18 @@ TEST(Duration, IsThatOfAPlainRecomputation) {
     const auto cap = static_cast<double>(plan.bucket_bytes);
     const double rest = (all - in_units) * g, buckets = std::ceil(rest / cap);
     const double last_bytes = buckets > 0 ? rest - (buckets - 1) * cap : static_cast<double>(model.units.back()) * g;
-    double hops = 2 * (N - 1), turns = N > 1 ? 1 : 0;
+    double hops = 2 * (N - 1),
+           one_by_one = N > 1 ? hops : 0;  // one_by_one: of all messages, what nothing of them hides
     std::function<double(double)> sent = [&](double bytes) { return 2 * bytes * (N - 1) / N; };
     if (cut(plan.row.gradient)) {
       sent = [&](double bytes) { return bytes * (S - 1) / S + 2 * (bytes / S) * (R - 1) / R; };
       hops = (S - 1) + 2 * (R - 1);
-      turns = std::ceil((in_units > 0 ? static_cast<double>(model.units.size()) : buckets) / 2);
+      // Two at a time are scattered; what is scattered crosses to the replicas beside that, eight at a time.
+      const double messages = in_units > 0 ? static_cast<double>(model.units.size()) : buckets;
+      const double inside = S - 1, across = 2 * (R - 1);
+      one_by_one = std::max(std::ceil(messages / 2) * inside + across, inside + std::ceil(messages / 8) * across);
     }
-    const double reduction = sent(all * g) / bandwidth + turns * hops * latency;
+    const double reduction = sent(all * g) / bandwidth + one_by_one * latency;
     const double last = sent(last_bytes) / bandwidth + hops * latency;
 
     double before = 0, again = 0, first = 0;

@@ -290,30 +290,34 @@ std::vector<Scenario> graph_scenarios() {
       stage.zero_grad();
     }
   }));
-  // The last layer's reduction is still on its way when one rank brings another gradient of the layer before it.
-  Scenario second{"G5", "ALateGradientOfTheSecondOfTwoReductionsOnTheWay", [] { return std::make_shared<Alike>(5); },
-                  [](Stage& stage) {
-                    auto& layers = stage.as<Alike>().layers;
-                    for (int step = 0; step < 3; ++step) {
-                      const auto x = stage.input({4, 6}, step);
-                      at::Tensor h = x;
-                      std::vector<at::Tensor> between;
-                      for (auto& layer : layers) between.push_back(h = torch::tanh(layer->forward(h)));
-                      const size_t from = layers.size() - 3;
-                      if (step == 2 && stage.rank == 0) {
-                        between[from].register_hook([&, from](const at::Tensor& gradient) {
-                          at::AutoGradMode on(true);
-                          stage.share(layers[from + 1]->forward(x).pow(2).mean()).backward();
-                          return gradient;
-                        });
-                      }
-                      stage.share(h.pow(2).mean()).backward();
-                      stage.step();
-                      stage.zero_grad();
-                    }
-                  }};
-  second.options.bucket_bytes = second.options.first_bucket_bytes = 200;
-  all.push_back(std::move(second));
+  // When the gradient of layer `from` arrives, reductions of those behind it are on their way, and rank 0 brings another
+  // gradient of the next of them.
+  const auto late_behind = [](const char* name, size_t from) {
+    Scenario scenario{"G5", name, [] { return std::make_shared<Alike>(5); },
+                      [from](Stage& stage) {
+                        auto& layers = stage.as<Alike>().layers;
+                        for (int step = 0; step < 3; ++step) {
+                          const auto x = stage.input({4, 6}, step);
+                          at::Tensor h = x;
+                          std::vector<at::Tensor> between;
+                          for (auto& layer : layers) between.push_back(h = torch::tanh(layer->forward(h)));
+                          if (step == 2 && stage.rank == 0) {
+                            between[from].register_hook([&, from](const at::Tensor& gradient) {
+                              at::AutoGradMode on(true);
+                              stage.share(layers[from + 1]->forward(x).pow(2).mean()).backward();
+                              return gradient;
+                            });
+                          }
+                          stage.share(h.pow(2).mean()).backward();
+                          stage.step();
+                          stage.zero_grad();
+                        }
+                      }};
+    scenario.options.bucket_bytes = scenario.options.first_bucket_bytes = 200;
+    return scenario;
+  };
+  all.push_back(late_behind("ALateGradientOfTheSecondOfTwoReductionsOnTheWay", 2));
+  all.push_back(late_behind("ALateGradientOfTheLastReductionBeforeTheEndOfTheBackward", 0));
   add("G6", "AModuleCalledTwice", [](Stage& stage, Net& net, const at::Tensor& x) {
     auto h = torch::tanh(net.body->forward(x));
     for (int i = 0; i < 3; ++i) h = torch::tanh(net.middle->forward(h));
