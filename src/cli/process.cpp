@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <string_view>
 
 namespace plumb::cli {
 
@@ -73,7 +75,10 @@ int noted_signal() { return noted.load(); }
 int error_fd() {
   static const int fd = [] {
     const char* text = std::getenv(kErrorFd);
-    return text ? std::atoi(text) : -1;
+    const std::string_view digits = text ? text : "";
+    int number = -1;
+    const auto [end, error] = std::from_chars(digits.begin(), digits.end(), number);
+    return error == std::errc() && end == digits.end() ? number : -1;
   }();
   return fd;
 }
