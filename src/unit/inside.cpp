@@ -129,7 +129,7 @@ std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameter
       });
       if (place == home->places.end()) continue;
       const Sink& sink = *home->bucket.sinks[static_cast<size_t>(place - home->places.begin())];
-      char* begin = memory->data() + sink.slot.offset * static_cast<int64_t>(home->whole.element_size());
+      char* begin = memory->data() + sink.slot.offset * home->whole.element_size();
       whole[i] = at::from_blob(
           begin, parameters[i].sizes(), parameters[i].strides(), [memory](void*) {}, home->whole.options());
     }

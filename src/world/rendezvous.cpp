@@ -145,7 +145,7 @@ bool await_key(c10d::Store& store, const std::string& key, int rank, Clock::time
     try {
       store.wait({key}, left);
       return true;
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // not yet, or the store is gone
     }
   }
   try {  // once more, so that a store that is gone (with whoever serves it) is not taken for a rank that is missing
