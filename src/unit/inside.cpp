@@ -42,7 +42,7 @@ std::vector<at::Tensor> gather(const std::vector<at::Tensor>& parameters, int64_
       continue;
     }
     auto known = std::ranges::find(by_owner, owner, &decltype(by_owner)::value_type::first);
-    if (known == by_owner.end()) known = by_owner.insert(known, {std::move(owner), {}});
+    if (known == by_owner.end()) known = by_owner.emplace(known, std::move(owner), std::vector<size_t>());
     known->second.push_back(i);
   }
   for (const auto& [owner, mine] : by_owner) {

@@ -52,8 +52,8 @@ World::Impl::Pair Carriers::pair(int number) const {
   std::vector<int> everybody(place.size);
   std::iota(everybody.begin(), everybody.end(), 0);
   // Host messages go through memory where there is some, whatever carries the gradients.
-  const auto control =
-      memory ? make_shm_backend(heap, *keys, int64_t{2} * number, timeout) : sockets(keys, "control", place.rank, place.size);
+  const auto control = memory ? make_shm_backend(heap, *keys, int64_t{2} * number, timeout)
+                              : sockets(keys, "control", place.rank, place.size);
   c10::intrusive_ptr<c10d::Backend> data;
   c10::intrusive_ptr<Hierarchy> gathers;
   if (backend == "gloo") data = make_gloo(keys, place.rank, place.size, timeout, address, 1)[0];

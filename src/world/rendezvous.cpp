@@ -67,7 +67,9 @@ struct Claim {
   std::string name() const { return "rank " + std::to_string(rank) + " (" + process() + ")"; }
 };
 
-std::string seconds(milliseconds time) { return std::to_string(static_cast<double>(time.count()) / 1000).substr(0, 4) + " s"; }
+std::string seconds(milliseconds time) {
+  return std::to_string(static_cast<double>(time.count()) / 1000).substr(0, 4) + " s";
+}
 
 // Whether anybody takes connections there.
 bool listens(const std::string& host, int port) {
