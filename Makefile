@@ -56,8 +56,8 @@ soak:  ## train for SOAK_SECONDS (1800) while ranks are killed and stopped at ra
 format:  ## lay out all C++ files by .clang-format (CHECK=yes: only look)
 	@scripts/format $(if $(CHECK),--check)
 
-lint:  ## clang-tidy over all C++ sources
-	@scripts/build build
+lint:  ## clang-tidy over the C++ sources of src/ (ARGS=… names some); the last line counts the findings
+	@scripts/build build build.ninja >/dev/null
 	@scripts/lint $(ARGS)
 
 install:  ## install the library, the program and the CMake package under PREFIX (/usr/local)

@@ -298,7 +298,7 @@ c10::intrusive_ptr<Work> HierarchyBackend::_reduce_scatter_base(at::Tensor& outp
   steps.between = [=, this]() -> Works {
     std::vector<int64_t> sent, expected(tiers_.machines(), local_ * row);
     for (int m = 0; m < tiers_.machines(); ++m) sent.push_back(tiers_.ranks_on(m) * row);
-    wire_->sent(cargo_, 1, tiers_.machines() - 1, (size_ - local_) * row * static_cast<int64_t>(wide.element_size()));
+    wire_->sent(cargo_, 1, tiers_.machines() - 1, (size_ - local_) * row * wide.element_size());
     at::Tensor into = received, from = sum;
     return {between_->alltoall_base(into, from, expected, sent)};
   };

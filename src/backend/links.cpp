@@ -58,7 +58,7 @@ class Links::Run final : public c10d::Work {
         if (Clock::now() < arrival_) return false;
         next();
       } catch (...) {
-        finish(std::current_exception());
+        end(std::current_exception());
       }
     }
     return true;
@@ -75,7 +75,7 @@ class Links::Run final : public c10d::Work {
         std::this_thread::sleep_until(arrival_);
         next();
       } catch (...) {
-        finish(std::current_exception());
+        end(std::current_exception());
       }
     }
   }
@@ -87,11 +87,11 @@ class Links::Run final : public c10d::Work {
     }
     arrived_ = 0;
     round_ = script_();
-    if (round_.sends.empty() && round_.receives.empty()) return finish(nullptr);
+    if (round_.sends.empty() && round_.receives.empty()) return end(nullptr);
     links_.post(*this);
   }
 
-  void finish(std::exception_ptr failure) {
+  void end(std::exception_ptr failure) {
     {
       std::lock_guard lock(mutex_);
       if (completed_) return;

@@ -159,7 +159,7 @@ void gather(const std::vector<LocalCall>& calls) {
 
 void all_to_all(const std::vector<LocalCall>& calls) {
   const size_t size = calls.size();
-  const int64_t item = static_cast<int64_t>(calls[0].inputs[0].element_size());
+  const int64_t item = calls[0].inputs[0].element_size();
   for (size_t to = 0; to < size; ++to) {
     int64_t written = 0;
     for (size_t from = 0; from < size; ++from) {
@@ -346,7 +346,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::receive(int rank, int from, int tag, co
   return work;
 }
 
-void LocalHub::die(std::unique_lock<std::mutex> lock, Failure failure) {
+void LocalHub::die(std::unique_lock<std::mutex> lock, const Failure& failure) {
   if (failure_) return;
   failure_ = failure;
   std::deque<Slot> slots = std::move(slots_);

@@ -62,7 +62,7 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
 
   static void run(Slot& slot);
   std::string mismatch(const Slot& slot, int rank) const;
-  void die(std::unique_lock<std::mutex> lock, Failure failure);
+  void die(std::unique_lock<std::mutex> lock, const Failure& failure);
 
   const int size_;
   const std::chrono::milliseconds timeout_;

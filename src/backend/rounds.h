@@ -26,14 +26,14 @@ inline int64_t rounds_around(Carriage carriage, int64_t times, int64_t ranks) {
 
 // Of a tree: a broadcast, a barrier.
 inline int64_t rounds_of_tree(int64_t ranks) {
-  return ranks < 2 ? 0 : std::bit_width(static_cast<uint64_t>(ranks - 1));
+  return ranks < 2 ? 0 : static_cast<int64_t>(std::bit_width(static_cast<uint64_t>(ranks - 1)));
 }
 
 // Of a host message that is combined on the way, on the rank that takes part in most of them.
 inline int64_t rounds_of_control(int64_t ranks) {
   if (ranks < 2) return 0;
   const auto count = static_cast<uint64_t>(ranks);
-  return std::bit_width(count) - 1 + (std::has_single_bit(count) ? 0 : 2);
+  return static_cast<int64_t>(std::bit_width(count)) - 1 + (std::has_single_bit(count) ? 0 : 2);
 }
 
 }  // namespace plumb

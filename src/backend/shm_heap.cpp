@@ -216,7 +216,8 @@ ShmHeap::Readers& ShmHeap::readers(int rank, int64_t window) const {
 
 at::Tensor ShmHeap::window(int64_t numel, const at::TensorOptions& options) {
   sweep();
-  const Block block = allocate(sizeof(Readers) + numel * static_cast<int64_t>(options.dtype().itemsize()));
+  const Block block =
+      allocate(static_cast<int64_t>(sizeof(Readers)) + numel * static_cast<int64_t>(options.dtype().itemsize()));
   if (block.offset < 0) return {};
   const int64_t offset = block.offset + static_cast<int64_t>(sizeof(Readers));
   new (at(rank_, block.offset)) Readers{size_};

@@ -51,7 +51,7 @@ bool ShmRing::well_formed(int rank, const Slot& its) const {
     return its.verb == Verb::barrier || (from_one && its.root != rank);
   }
   const int64_t item = static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(its.dtype)));
-  const int64_t splits = its.verb == Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
+  const int64_t splits = its.verb == Verb::all_to_all ? int64_t{2} * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
   const int64_t bytes = splits + (its.parts - 1) * its.stride + its.count * item;
   return its.place == Slot::Place::slot ? bytes <= payload : heap_->within(rank, its.offset, bytes);
 }
@@ -150,12 +150,12 @@ void ShmRing::exchange_parts(const ShmCall& call, uint64_t number) {
                              " elements to rank " + std::to_string(to) + ", which expects " + std::to_string(expected));
     }
   }
-  const int64_t item = static_cast<int64_t>(call.input.element_size());
+  const int64_t item = call.input.element_size();
   char* output = static_cast<char*>(call.output.data_ptr());
   for (int from = 0; from < size_; ++from) {
     int64_t before = 0;
     for (int r = 0; r < rank_; ++r) before += splits(from, r);
-    const char* data = input(from, number, 0) + 2 * size_ * static_cast<int64_t>(sizeof(int64_t));
+    const char* data = input(from, number, 0) + int64_t{2} * size_ * static_cast<int64_t>(sizeof(int64_t));
     const int64_t bytes = call.output_splits[from] * item;
     move_bytes(output, data + before * item, bytes);
     output += bytes;

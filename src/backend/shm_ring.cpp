@@ -42,7 +42,7 @@ c10::intrusive_ptr<c10d::Work> ShmRing::issue(ShmCall call, std::chrono::millise
   active->call = std::move(call);
   const ShmCall& what = active->call;
   const bool in_one = what.verb == Verb::barrier || what.verb == Verb::all_to_all;
-  if (what.input.defined()) active->item = static_cast<int64_t>(what.input.element_size());
+  if (what.input.defined()) active->item = what.input.element_size();
   active->parts = what.verb == Verb::reduce_scatter || what.verb == Verb::scatter ? size_ : 1;
   const int64_t bytes = what.numel * active->item * active->parts;
   active->small = bytes <= small_bytes;
@@ -165,7 +165,7 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   const char* source = static_cast<const char*>(call.input.const_data_ptr());
   const int64_t whole = call.numel * active.item;   // one part of the call
   const int64_t bytes = piece.count * active.item;  // one part of the piece
-  const int64_t splits = call.verb == Verb::all_to_all ? 2 * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
+  const int64_t splits = call.verb == Verb::all_to_all ? int64_t{2} * size_ * static_cast<int64_t>(sizeof(int64_t)) : 0;
   const int64_t offset = heap_->offset_of(source);
   if (!active.small && splits == 0 && offset >= 0 && heap_->within(rank_, offset, whole * active.parts)) {
     slot.place = Slot::Place::heap;

@@ -101,7 +101,7 @@ struct Sockets::Guest {
   size_t got = 0;
 };
 
-Sockets::Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string address)
+Sockets::Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address)
     : store_(std::move(store)), rank_(rank), size_(size), lines_(static_cast<size_t>(size) * kLanes) {
   const Address mine = address_of(address, 0);
   // What throws here has no destructor.

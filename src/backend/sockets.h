@@ -25,7 +25,7 @@ namespace plumb {
 class Sockets {
  public:
   // Listens at `address`, and tells the others where by `store`.
-  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string address);
+  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address);
   ~Sockets();
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;

@@ -36,9 +36,9 @@ void reduce(std::span<const void* const> inputs, std::span<void* const> outputs,
       } else if constexpr (!c10::is_complex<T>::value) {
         for (int64_t i = 0; i < count; ++i) {
           const Wide value = static_cast<Wide>(next[i]);
-          // Written so that a NaN on either side stays.
+          // Written so that a NaN, which alone differs from itself, stays on either side.
           const bool better = reduction == Reduction::maximum ? value > total[i] : value < total[i];
-          if (better || value != value) total[i] = value;
+          if (better || value != value) total[i] = value;  // NOLINT(misc-redundant-expression)
         }
       }
     }

@@ -284,7 +284,7 @@ std::string taken_out(std::vector<std::string>& words, const std::string& flag) 
       return value;
     }
     if (*word != flag || word + 1 == words.end()) continue;
-    const std::string value = word[1];
+    std::string value = std::move(word[1]);
     words.erase(word, word + 2);
     return value;
   }

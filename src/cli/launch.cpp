@@ -270,7 +270,7 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
     }
     poll(watched.data(), watched.size(), wait);
 
-    char byte = 0;
+    unsigned char byte = 0;
     while (read(wake[0], &byte, 1) == 1) {
       if (byte == SIGCHLD) continue;
       if (stop == 0) {

@@ -178,7 +178,7 @@ int run_train(const std::vector<std::string>& words, char** argv) {
     int code = 0;
     run_local(
         static_cast<int>(ranks),
-        [&](World world) {
+        [&](const World& world) {
           use_threads(s, ranks);
           const int mine = train(world, s, *task);
           if (world.rank() == 0) code = mine;
@@ -186,8 +186,7 @@ int run_train(const std::vector<std::string>& words, char** argv) {
         world_options(s));
     return code;
   }
-  const char* local = std::getenv("LOCAL_WORLD_SIZE");
-  use_threads(s, joins && local ? std::max<int64_t>(1, std::atoll(local)) : 1);
+  use_threads(s, joins ? std::max<int64_t>(1, environment_number("LOCAL_WORLD_SIZE", 1)) : 1);
   if (!joins) return train(World(), s, *task);
 
   // A failed rank leaves without unwinding: destroying communication that is under way may wait for the very ranks

@@ -20,7 +20,7 @@ bool readable(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_meta()) return false;
   int64_t last = tensor.storage_offset();
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return static_cast<int64_t>(tensor.storage().nbytes()) >= (last + 1) * static_cast<int64_t>(tensor.element_size());
+  return static_cast<int64_t>(tensor.storage().nbytes()) >= (last + 1) * tensor.element_size();
 }
 
 OriginWatch::Numbers numbers_in(const c10::IValue& value) {

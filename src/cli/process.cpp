@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <string_view>
 
 namespace plumb::cli {
 
@@ -70,11 +72,16 @@ void note_signals() {
 
 int noted_signal() { return noted.load(); }
 
+int64_t environment_number(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  const std::string_view digits = text ? text : "";
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(digits.begin(), digits.end(), number);
+  return error == std::errc() && end == digits.end() ? number : otherwise;
+}
+
 int error_fd() {
-  static const int fd = [] {
-    const char* text = std::getenv(kErrorFd);
-    return text ? std::atoi(text) : -1;
-  }();
+  static const int fd = static_cast<int>(environment_number(kErrorFd, -1));
   return fd;
 }
 

@@ -25,6 +25,9 @@ void note_signals();
 // The signal noted, or 0.
 int noted_signal();
 
+// The whole number in an environment variable; `otherwise` where there is none.
+int64_t environment_number(const char* name, int64_t otherwise);
+
 // Set by our launcher for its ranks: where a rank writes the error it ends with. -1 when nobody listens.
 inline constexpr const char* kErrorFd = "PLUMB_ERROR_FD";
 inline constexpr char kConsequence = '~';  // begins the line there of a rank that fails because another one did

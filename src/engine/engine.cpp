@@ -315,6 +315,7 @@ Gathered::Gathered(Engine& engine, std::vector<at::Tensor> parameters, Access ac
   for (const at::Tensor& parameter : parameters_) versions_.push_back(parameter._version());
 }
 
+// NOLINTNEXTLINE(bugprone-unsafe-to-allow-exceptions): throws only where no other exception is under way
 Gathered::~Gathered() noexcept(false) {
   const TrainingMode training;
   Engine::Impl& impl = engine_.impl();
@@ -376,6 +377,7 @@ Pass::Pass(Engine& engine) : engine_(engine), exceptions_(std::uncaught_exceptio
   engine_.impl_->reducer->begin_backward();
 }
 
+// NOLINTNEXTLINE(bugprone-unsafe-to-allow-exceptions): throws only where no other exception is under way
 Pass::~Pass() noexcept(false) {
   Reducer& reducer = *engine_.impl_->reducer;
   if (std::uncaught_exceptions() == exceptions_) {

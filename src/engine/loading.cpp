@@ -59,7 +59,7 @@ std::string LoadInfo::table() const {
     text += kind + one.what;
     if (!one.saved.empty()) text += "  saved " + one.saved;
     if (!one.live.empty()) text += "  here " + one.live;
-    text += "\n";
+    text += '\n';
   }
   return text;
 }

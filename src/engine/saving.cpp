@@ -104,7 +104,7 @@ std::vector<Saving::Item> Saving::shared_out(std::vector<Item> items, int64_t in
   std::vector<Item> mine;
   int64_t at = 0;
   for (Item& item : items) {
-    const auto each = static_cast<int64_t>(item.memory.element_size());
+    const int64_t each = item.memory.element_size();
     const int64_t numel = item.end - item.begin;
     const int64_t begin = std::clamp<int64_t>((first - at + each - 1) / each, 0, numel);
     const int64_t end = std::clamp<int64_t>((last - at + each - 1) / each, 0, numel);

@@ -79,10 +79,11 @@ void on_rank_zero(const World& world, const std::function<void()>& work) {
 std::string reason() { return errno != 0 ? std::string(": ") + std::strerror(errno) : ""; }
 
 // The same file wherever the process works when it is written.
-std::string absolute(const std::string& path) {
+std::string absolute(std::string path) {
   std::error_code ignored;
-  const std::string found = path.empty() ? path : std::filesystem::absolute(path, ignored).string();
-  return found.empty() ? path : found;
+  std::string found = path.empty() ? "" : std::filesystem::absolute(path, ignored).string();
+  if (found.empty()) return path;
+  return found;
 }
 
 // Whole or not at all: what was there before stays until all of it is written. A device or a pipe is written as it is.
@@ -134,7 +135,7 @@ TimeSpent unpacked(const std::string& text) {
 }  // namespace
 
 Trace::Trace(World world, std::string path)
-    : world_(std::move(world)), path_(absolute(path)), begun_(std::chrono::steady_clock::now()) {
+    : world_(std::move(world)), path_(absolute(std::move(path))), begun_(std::chrono::steady_clock::now()) {
   on_rank_zero(world_, [&] {
     made_ = !std::filesystem::exists(path_);
     errno = 0;

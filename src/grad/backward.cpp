@@ -105,7 +105,7 @@ class Unannounced {
     End& operator=(const End&) = delete;
     std::exception_ptr now(std::exception_ptr failure) {
       over = true;
-      return all().take(task)->tell(failure);
+      return all().take(task)->tell(std::move(failure));
     }
     int task;
     bool over = false;

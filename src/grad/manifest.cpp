@@ -139,7 +139,7 @@ struct Extent {
 
 template <class Visit>
 void for_each_byte(const at::Tensor& tensor, const char* at, int64_t dimension, const Visit& visit) {
-  const auto item = static_cast<int64_t>(tensor.element_size());
+  const int64_t item = tensor.element_size();
   if (dimension == tensor.dim()) {
     for (int64_t i = 0; i < item; ++i) visit(at + i);
     return;
@@ -178,7 +178,7 @@ void check_memory(int rank, const NamedTensors& parameters) {
     const auto* begin = static_cast<const char*>(parameter.const_data_ptr());
     int64_t span = 1;
     for (int64_t d = 0; d < parameter.dim(); ++d) span += (parameter.size(d) - 1) * parameter.stride(d);
-    extents.push_back({&name, &parameter, begin, begin + span * static_cast<int64_t>(parameter.element_size())});
+    extents.push_back({&name, &parameter, begin, begin + span * parameter.element_size()});
   }
   std::stable_sort(extents.begin(), extents.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   for (size_t first = 0; first < extents.size();) {

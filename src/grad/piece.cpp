@@ -102,7 +102,7 @@ bool is_elementwise(const c10::OperatorHandle& op) {
   if (known_elementwise().contains(name)) return true;
   if (name == "where") return !op.operator_name().overload_name.empty();  // the one without gives indices
   // In-place forms and those over lists carry no tags.
-  const bool over_list = name.starts_with(list), in_place = name.ends_with("_");
+  const bool over_list = name.starts_with(list), in_place = name.ends_with('_');
   if (over_list) name.remove_prefix(list.size());
   if (in_place) name.remove_suffix(1);
   if (!over_list && !in_place) return false;

@@ -237,7 +237,7 @@ void Reducer::begin_backward() {
   ++pass_->backwards;
 }
 
-void Reducer::end_backward(std::exception_ptr failure) { backward_ended(failure); }
+void Reducer::end_backward(std::exception_ptr failure) { backward_ended(std::move(failure)); }
 
 void Reducer::backward_ended(std::exception_ptr failure) {
   Lock lock(mutex_);

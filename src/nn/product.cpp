@@ -23,7 +23,7 @@ at::Tensor one_over(const std::vector<at::Tensor>& tensors) {
   const at::Tensor& first = tensors[0];
   const int64_t spacing = tensors.size() > 1 ? tensors[1].storage_offset() - first.storage_offset() : first.numel();
   // The copy engine reads rows of 16 bytes.
-  if (spacing < first.numel() || spacing * static_cast<int64_t>(first.element_size()) % 16 != 0) return {};
+  if (spacing < first.numel() || spacing * first.element_size() % 16 != 0) return {};
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     if (!tensor.is_alias_of(first) || tensor.sizes() != first.sizes() || !tensor.is_contiguous() ||

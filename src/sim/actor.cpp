@@ -79,7 +79,7 @@ void Actor::name_gradients() {
 }
 
 at::Tensor Actor::input(int micro) const {
-  const auto seed = static_cast<uint64_t>(7919 * micro + 104729 * (rank() + 1));
+  const auto seed = static_cast<uint64_t>(int64_t{7919} * micro + int64_t{104729} * (rank() + 1));
   const at::Tensor x = at::randn({4, kWidth}, at::detail::createCPUGenerator(seed));
   return x.to(options().dtype()).to(device_);
 }

@@ -30,12 +30,10 @@ std::optional<Stack> arguments_for(const c10::FunctionSchema& schema, const at::
   Stack stack;
   for (const auto& argument : schema.arguments()) {
     const std::string type = argument.type()->str();
-    if (type == "Tensor") {
+    if (type == "Tensor" || (type == "Tensor?" && !argument.default_value())) {
       stack.emplace_back(tensor());
     } else if (argument.default_value()) {
       stack.push_back(*argument.default_value());
-    } else if (type == "Tensor?") {
-      stack.emplace_back(tensor());
     } else if (type == "Tensor[]") {
       stack.emplace_back(c10::List<at::Tensor>({tensor(), tensor()}));
     } else if (type == "Tensor?[]") {

@@ -64,14 +64,14 @@ class Key {
   void add(const void* bytes, size_t size) { text_.append(static_cast<const char*>(bytes), size); }
   template <class T>
   void add(const T& value) {
-    add(&value, sizeof(value));
+    add(static_cast<const void*>(&value), sizeof(T));
   }
   void add(at::IntArrayRef values) {
     add(values.size());
     add(values.data(), values.size() * sizeof(int64_t));
   }
   void add(const IValue& value) {
-    add(static_cast<int>(value.isTensor() ? 1 : value.isInt() ? 2 : value.isDouble() ? 3 : value.isBool() ? 4 : 5));
+    add(value.isTensor() ? 1 : value.isInt() ? 2 : value.isDouble() ? 3 : value.isBool() ? 4 : 5);
     if (value.isInt()) return add(value.toInt());
     if (value.isDouble()) return add(value.toDouble());
     if (value.isBool()) return add(value.toBool());

@@ -106,7 +106,7 @@ const at::Tensor& resize_tensor(const at::Tensor& self, at::IntArrayRef sizes, s
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(sizes);
   if (format && *format != at::MemoryFormat::Contiguous) impl->empty_tensor_restride(*format);
-  return self;
+  return self;  // NOLINT(bugprone-return-const-ref-from-parameter): as libtorch has it
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {

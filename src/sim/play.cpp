@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <set>
@@ -22,7 +23,7 @@ std::string difference(const Results& expected, const Results& found) {
     const auto* x = a.const_data_ptr<float>();
     const auto* y = b.const_data_ptr<float>();
     int64_t i = 0;
-    while (i < std::min(a.numel(), b.numel()) && std::memcmp(x + i, y + i, sizeof(float)) == 0) ++i;
+    while (i < std::min(a.numel(), b.numel()) && std::bit_cast<uint32_t>(x[i]) == std::bit_cast<uint32_t>(y[i])) ++i;
     return "rank " + std::to_string(rank) + ": value " + std::to_string(i) + " of the results is not the CPU's";
   }
   return {};
@@ -31,7 +32,7 @@ std::string difference(const Results& expected, const Results& found) {
 // The same program and strategy on the CPU, its ranks threads over the `local` backend.
 Results on_cpu(const Scenario& scenario, const std::string& strategy, int ranks) {
   Results results(ranks);
-  run_local(ranks, [&](World world) {
+  run_local(ranks, [&](const World& world) {
     Actor actor(scenario, world, strategy, at::kCPU);
     scenario.program(actor);
     results[world.rank()] = actor.results();
@@ -55,7 +56,7 @@ Played play(const Scenario& scenario, const std::string& strategy, uint64_t firs
     uint64_t waits = ~uint64_t{0};
     std::string trouble;
     try {
-      run_world(played.ranks, [&](World world) {
+      run_world(played.ranks, [&](const World& world) {
         const int rank = world.rank();
         Actor actor(scenario, world, strategy, device(rank));
         scenario.program(actor);

@@ -130,7 +130,8 @@ void Machine::synchronize(int stream, Lock& lock) {
 
 void Machine::synchronize_event(const EventState& event, Lock& lock) {
   if (event.stream < 0 || event.generation != generation_) return;
-  const EventState seen = event;
+  // A copy: another host may record it anew while this one waits.
+  const EventState seen = event;  // NOLINT(performance-unnecessary-copy-initialization)
   ++statistics.device_waits;
   const int device = device_of(seen.stream);
   run_until(device, lock, [&] { return passed(seen); }, "an event of " + describe_stream(seen.stream));

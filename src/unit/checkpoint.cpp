@@ -246,6 +246,7 @@ struct Frame::Kept final : torch::autograd::SavedVariableHooks {
     auto kept = saved::make_plainly();
     kept->call_pack_hook(tensor.detach());
     again.made.push_back(std::move(kept));
+    // No std::exception, which the function may catch. NOLINTNEXTLINE(bugprone-std-exception-baseclass)
     if (again.made.size() == again.wanted && !again.to_the_end) throw Stop{&again.frame};
   }
   at::Tensor call_unpack_hook() override { return own->call_unpack_hook(); }

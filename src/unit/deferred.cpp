@@ -37,7 +37,7 @@ Parts& parts() {
 thread_local const World* building = nullptr;
 
 // Takes its memory away until an engine gives it other.
-void hollow(at::Tensor parameter, int rank) {
+void hollow(const at::Tensor& parameter, int rank) {
   at::Tensor nothing = at::empty({0}, parameter.options().requires_grad(false));
   c10::StorageImpl& storage = *nothing.storage().unsafeGetStorageImpl();
   nothing.unsafeGetTensorImpl()->set_sizes_and_strides(parameter.sizes(), parameter.strides());

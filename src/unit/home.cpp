@@ -85,7 +85,7 @@ void Home::lend() {
   auto* memory = static_cast<char*>(whole.mutable_data_ptr());
   for (size_t i = 0; i < places.size(); ++i) {
     const Sink& sink = *bucket.sinks[i];
-    const auto item = static_cast<int64_t>(whole.element_size());
+    const int64_t item = whole.element_size();
     c10::DataPtr part(
         memory + sink.slot.offset * item, new c10::Storage(whole.storage()),
         [](void* whole) { delete static_cast<c10::Storage*>(whole); }, whole.device());

@@ -45,7 +45,7 @@ struct Home {
   std::vector<uint32_t> versions;            // of the parameters when it became full
 
   const std::string& name() const { return bucket.sinks[0]->name; }  // by which errors call it
-  int64_t bytes() const { return bucket.numel * static_cast<int64_t>(whole.element_size()); }
+  int64_t bytes() const { return bucket.numel * whole.element_size(); }
   bool in_use() const { return holds > 0 || !readers.empty() || lingers; }
   std::vector<uint32_t> versions_now() const;
 

@@ -42,7 +42,7 @@ std::vector<at::Tensor> gather(const std::vector<at::Tensor>& parameters, int64_
       continue;
     }
     auto known = std::ranges::find(by_owner, owner, &decltype(by_owner)::value_type::first);
-    if (known == by_owner.end()) known = by_owner.insert(known, {std::move(owner), {}});
+    if (known == by_owner.end()) known = by_owner.emplace(known, std::move(owner), std::vector<size_t>());
     known->second.push_back(i);
   }
   for (const auto& [owner, mine] : by_owner) {
@@ -129,7 +129,7 @@ std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameter
       });
       if (place == home->places.end()) continue;
       const Sink& sink = *home->bucket.sinks[static_cast<size_t>(place - home->places.begin())];
-      char* begin = memory->data() + sink.slot.offset * static_cast<int64_t>(home->whole.element_size());
+      char* begin = memory->data() + sink.slot.offset * home->whole.element_size();
       whole[i] = at::from_blob(
           begin, parameters[i].sizes(), parameters[i].strides(), [memory](void*) {}, home->whole.options());
     }

@@ -76,7 +76,7 @@ Units::~Units() {
   for (Home& home : homes_) {
     try {
       if (!home.full && !home.peers.empty()) gathers_.fill(home);
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // then they keep their rows
     }
   }
 }

@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <string_view>
 
 #include "plumb/error.h"
 #include "watch/strike.h"
@@ -101,7 +103,9 @@ void Road::beside(Point point) {
 void Road::use_board() {
   const char* text = std::getenv(kBoardFd);
   if (text == nullptr || footprint_ != &own_) return;
-  const int fd = std::atoi(text);
+  const std::string_view digits = text;
+  int fd = -1;
+  if (std::from_chars(digits.begin(), digits.end(), fd).ptr != digits.end()) return;
   const size_t bytes = sizeof(Footprint) * static_cast<size_t>(rank_ + 1);
   // Where the number has become somebody else's descriptor, the launcher knows less.
   struct stat status{};

@@ -229,7 +229,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket
     std::vector<int> ranks = gone.ranks;  // of the group
     for (int& rank : ranks) rank = ticket.members ? (*ticket.members)[static_cast<size_t>(rank)] : rank;
     mourn(ranks, where);
-  } catch (...) {
+  } catch (...) {  // the backend's: looked into below
   }
   const std::string text = text_of(thrown);
   if (speaks_of_time(text)) time_out(where, ticket, timeout_, text);

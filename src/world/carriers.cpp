@@ -52,20 +52,20 @@ World::Impl::Pair Carriers::pair(int number) const {
   std::vector<int> everybody(place.size);
   std::iota(everybody.begin(), everybody.end(), 0);
   // Host messages go through memory where there is some, whatever carries the gradients.
-  const auto control =
-      memory ? make_shm_backend(heap, *keys, 2 * number, timeout) : sockets(keys, "control", place.rank, place.size);
+  const auto control = memory ? make_shm_backend(heap, *keys, int64_t{2} * number, timeout)
+                              : sockets(keys, "control", place.rank, place.size);
   c10::intrusive_ptr<c10d::Backend> data;
   c10::intrusive_ptr<Hierarchy> gathers;
   if (backend == "gloo") data = make_gloo(keys, place.rank, place.size, timeout, address, 1)[0];
   if (backend == "tcp") data = sockets(keys, "data", place.rank, place.size);
-  if (backend == "shm") data = make_shm_backend(heap, *keys, 2 * number + 1, timeout);
+  if (backend == "shm") data = make_shm_backend(heap, *keys, int64_t{2} * number + 1, timeout);
   if (backend == "nccl") data = make_nccl(under("nccl", keys), place.rank, place.size, place.local_rank, timeout);
   if (backend == "shm+tcp") {
     const Tiers tiers = *machines.tiers(everybody);
     auto sums = steps(tiers, place.rank, sockets(keys, "data", place.rank, place.size), Cargo::data);
     auto units = steps(tiers, place.rank, control, Cargo::gather);
     sums.heap = units.heap = heap;
-    sums.serial = 2 * HierarchyOptions::serials * number;
+    sums.serial = int64_t{2} * HierarchyOptions::serials * number;
     units.serial = sums.serial + HierarchyOptions::serials;
     data = make_hierarchy(under("sums", keys), std::move(sums));
     gathers = make_hierarchy(under("gathers", keys), std::move(units));

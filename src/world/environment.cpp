@@ -145,11 +145,23 @@ Place read_place(const Lookup& lookup) {
   return place;
 }
 
-Place read_place() {
-  return read_place([](const std::string& name) -> std::optional<std::string> {
-    const char* value = std::getenv(name.c_str());
-    return value ? std::optional<std::string>(value) : std::nullopt;
-  });
+Place read_place() { return read_place(environment); }
+
+Place place_at(int rank, int size, const Lookup& lookup) {
+  Place place;
+  place.rank = rank;
+  place.size = size;
+  const auto local = lookup("LOCAL_RANK");
+  place.local_rank = local && !local->empty() ? number("LOCAL_RANK", *local, 0, 1 << 20) : rank;
+  if (const auto host = lookup("MASTER_ADDR"); host && !host->empty()) place.host = *host;
+  place.store_is_hosted = true;
+  place.size_variable = "size";
+  return place;
+}
+
+std::optional<std::string> environment(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value ? std::optional<std::string>(value) : std::nullopt;
 }
 
 }  // namespace plumb

@@ -27,6 +27,11 @@ using Lookup = std::function<std::optional<std::string>(const std::string& name)
 Place read_place(const Lookup& lookup);
 Place read_place();  // from this process's environment
 
+// Of a process that brings a store, and its rank and size with it: of the variables only LOCAL_RANK and MASTER_ADDR count.
+Place place_at(int rank, int size, const Lookup& lookup);
+
+std::optional<std::string> environment(const std::string& name);  // a Lookup: this process's
+
 // "n[03-05,9],m1" -> "n03"; nothing when the list is of a kind that cannot be read simply.
 std::optional<std::string> first_node(const std::string& list);
 

@@ -274,14 +274,7 @@ World World::join(const WorldOptions& options) {
 }
 
 World World::join(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
-  Place place;
-  place.rank = rank;
-  place.size = size;
-  const char* local = std::getenv("LOCAL_RANK");
-  place.local_rank = local != nullptr && *local != 0 ? std::atoi(local) : rank;
-  if (const char* host = std::getenv("MASTER_ADDR"); host != nullptr && *host != 0) place.host = host;
-  place.store_is_hosted = true;
-  place.size_variable = "size";
+  const Place place = place_at(rank, size, environment);
   // By the number of worlds at this rank: all ranks join in the same order.
   const auto meet = [&](milliseconds limit) {
     const int64_t turn = store->add("plumb/joined/" + std::to_string(rank), 1);

@@ -67,7 +67,9 @@ struct Claim {
   std::string name() const { return "rank " + std::to_string(rank) + " (" + process() + ")"; }
 };
 
-std::string seconds(milliseconds time) { return std::to_string(time.count() / 1000.0).substr(0, 4) + " s"; }
+std::string seconds(milliseconds time) {
+  return std::to_string(static_cast<double>(time.count()) / 1000).substr(0, 4) + " s";
+}
 
 // Whether anybody takes connections there.
 bool listens(const std::string& host, int port) {
@@ -145,7 +147,7 @@ bool await_key(c10d::Store& store, const std::string& key, int rank, Clock::time
     try {
       store.wait({key}, left);
       return true;
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // not yet, or the store is gone
     }
   }
   try {  // once more, so that a store that is gone (with whoever serves it) is not taken for a rank that is missing

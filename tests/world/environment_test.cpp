@@ -10,6 +10,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using Variables = std::map<std::string, std::string>;
 
 Place place_of(const Variables& variables) {
@@ -166,6 +167,18 @@ TEST(Environment, SaysWhichVariableHasWhichWrongValue) {
   }
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", ""}}), HasSubstr("MASTER_ADDR"));
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "x"}}), HasSubstr("LOCAL_RANK=x"));
+}
+
+TEST(Environment, AProcessThatBringsItsStoreReadsItsPlaceOnTheMachine) {
+  const auto place_with = [](const std::optional<std::string>& local) {
+    return place_at(3, 4, [&](const std::string& name) { return name == "LOCAL_RANK" ? local : std::nullopt; });
+  };
+  EXPECT_EQ(place_with("1").local_rank, 1);
+  EXPECT_EQ(place_with("").local_rank, 3);
+  EXPECT_EQ(place_with(std::nullopt).local_rank, 3);
+  for (const char* wrong : {"x", "1x", "-1"}) {
+    EXPECT_THAT(([&] { place_with(wrong); }), ThrowsMessage<Error>(HasSubstr(std::string("LOCAL_RANK=") + wrong)));
+  }
 }
 
 TEST(Environment, ReadsTheFirstNodeOfASimpleList) {
