@@ -142,7 +142,7 @@ int launch_again_and_again(const Settings& s, int64_t ranks, char** argv) {
         return code;
       }
     }
-    std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart + 1),
+    std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart) + 1,
                  static_cast<long long>(s.restarts), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks");
     setenv(kRestarted, std::to_string(restart + 1).c_str(), /*overwrite=*/1);
   }

@@ -18,7 +18,7 @@
 namespace plumb {
 namespace {
 
-const Where where{Where::Kind::setup, 0, 0, "the trace"};
+Where here() { return {Where::Kind::setup, 0, 0, "the trace"}; }
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -70,7 +70,7 @@ void on_rank_zero(const World& world, const std::function<void()>& work) {
     return std::string();
   });
   try {
-    share_outcome(world, mine, where);
+    share_outcome(world, mine, here());
   } catch (const RankFailed& failed) {
     throw Error(world.rank(), failed.why);
   }
@@ -162,11 +162,11 @@ std::vector<TimeSpent> Trace::stop() {
   // What began before is of a trace that was on already.
   std::erase_if(events, [&](const Timeline::Event& event) { return event.begin < begun_; });
   const Timeline::Moment zero = common_origin(world_, begun_).moment;
-  const auto everybody = exchange_text(world_, arrivals(events, zero), where);
+  const auto everybody = exchange_text(world_, arrivals(events, zero), here());
   const TimeSpent mine = time_spent(events, zero, world_.rank(), everybody);
   std::vector<TimeSpent> spent;
-  for (const std::string& text : exchange_text(world_, packed(mine), where)) spent.push_back(unpacked(text));
-  const auto all = exchange_text(world_, json_of(events, world_.rank(), zero), where);
+  for (const std::string& text : exchange_text(world_, packed(mine), here())) spent.push_back(unpacked(text));
+  const auto all = exchange_text(world_, json_of(events, world_.rank(), zero), here());
   on_rank_zero(world_, [&] { write_whole(path_, all); });
   spent_ = std::move(spent);
   timeline_of(world_).stop();

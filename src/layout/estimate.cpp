@@ -2,6 +2,7 @@
 #include "layout/estimate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace plumb {
@@ -49,7 +50,7 @@ Estimate estimate(const ModelShape& model, const Plan& plan) {
   if (sharded(plan.row.state)) wire += one_way(static_cast<double>(whole * recipe.parameter), shards);
   // Units are gathered for each forward and for each backward.
   wire += 2 * one_way(static_cast<double>(in_units * recipe.parameter), shards) * static_cast<double>(plan.backwards);
-  result.wire = static_cast<int64_t>(wire + 0.5);
+  result.wire = std::llround(wire);
   return result;
 }
 

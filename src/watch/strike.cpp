@@ -95,7 +95,7 @@ std::vector<Strike> read_strikes(const std::string& text) {
 
 int64_t restarts_before() {
   for (const char* name : {kRestarted, "TORCHELASTIC_RESTART_COUNT"}) {
-    if (const char* text = std::getenv(name)) return std::atoll(text);
+    if (const char* text = std::getenv(name)) return std::strtoll(text, nullptr, 10);  // torchrun's, or ours
   }
   return 0;
 }

@@ -130,7 +130,7 @@ Watch::Watch(int rank, int size, milliseconds timeout, milliseconds slice, std::
 
 Watch::~Watch() = default;
 
-void Watch::wait(c10d::Work& work, const Where& where, Ticket ticket) {
+void Watch::wait(c10d::Work& work, const Where& where, const Ticket& ticket) {
   Vigil vigil{*this, where, ticket, Clock::now()};
   for (const auto end = vigil.begin + keen_; Clock::now() < end && !work.isCompleted();) std::this_thread::yield();
   for (;;) {
@@ -219,7 +219,7 @@ void Watch::look(Vigil& vigil) {
   }
 }
 
-void Watch::explain(const std::exception_ptr& thrown, const Where& where, Ticket ticket) {
+void Watch::explain(const std::exception_ptr& thrown, const Where& where, const Ticket& ticket) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& e) {  // our own backend's: complete as it is
@@ -288,7 +288,7 @@ void Watch::mourn(const std::vector<int>& dead, const Where& where) {
         where);
 }
 
-void Watch::time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause) {
+void Watch::time_out(const Where& where, const Ticket& ticket, Clock::duration waited, const std::string& cause) {
   std::string message = "waited " + seconds(waited) + " in " + describe(where);
   const std::string tail = cause.empty() ? "" : " [" + cause + "]";
   const auto heard = channel_ ? channel_->read(patience) : std::nullopt;
@@ -340,13 +340,13 @@ void Watch::follow(int other, const Report& report, const Where& where) {
   throw error;
 }
 
-void Watch::raise(const std::string& message, const Where& where, Ticket ticket) {
+void Watch::raise(const std::string& message, const Where& where, const Ticket& ticket) {
   const Error error(rank_, message);
   fail(error.what(), rank_, where, ticket);
   throw error;
 }
 
-void Watch::fail(const std::string& what, int origin, const Where& where, Ticket ticket) {
+void Watch::fail(const std::string& what, int origin, const Where& where, const Ticket& ticket) {
   {
     std::lock_guard lock(mutex_);
     if (failed_.load()) return;

@@ -45,7 +45,7 @@ class Watch {
 
   // Returns when `work` has ended well. Otherwise an Error: the ranks that did not come within the time-out, a rank
   // that waits elsewhere for us (both would wait forever), a rank that failed, left or died.
-  void wait(c10d::Work& work, const Where& where, Ticket ticket);
+  void wait(c10d::Work& work, const Where& where, const Ticket& ticket);
 
   // Counts a collective that was issued on `group`, and returns its number.
   int64_t count(int group) { return progress_->issued[group].fetch_add(1) + 1; }
@@ -58,10 +58,10 @@ class Watch {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   // Tells the other ranks that this one fails with `what`, which began at rank `origin`. The first call counts.
-  void fail(const std::string& what, int origin, const Where& where, Ticket ticket = {});
+  void fail(const std::string& what, int origin, const Where& where, const Ticket& ticket = {});
 
   // Turns what a backend threw into an Error that names the rank at fault if it can be found out.
-  [[noreturn]] void explain(const std::exception_ptr& thrown, const Where& where, Ticket ticket);
+  [[noreturn]] void explain(const std::exception_ptr& thrown, const Where& where, const Ticket& ticket);
 
   // The orderly end of this rank's part.
   void leave();
@@ -71,10 +71,11 @@ class Watch {
   void look(Vigil& vigil);
   bool awaits_us(const Report& report) const;
   bool belongs(int64_t circle) const;
-  [[noreturn]] void raise(const std::string& message, const Where& where, Ticket ticket = {});
+  [[noreturn]] void raise(const std::string& message, const Where& where, const Ticket& ticket = {});
   [[noreturn]] void mourn(const std::vector<int>& dead, const Where& where);
   [[noreturn]] void follow(int other, const Report& report, const Where& where);
-  [[noreturn]] void time_out(const Where& where, Ticket ticket, Clock::duration waited, const std::string& cause);
+  [[noreturn]] void time_out(const Where& where, const Ticket& ticket, Clock::duration waited,
+                             const std::string& cause);
   [[noreturn]] void rethrow() const;
 
   const int rank_;

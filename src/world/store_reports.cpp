@@ -211,7 +211,7 @@ std::unique_ptr<ReportChannel> make_store_channel(c10::intrusive_ptr<c10d::Store
   try {
     shared->store = store->clone();
   } catch (const std::exception&) {
-    shared->store = store;
+    shared->store = std::move(store);
   }
   return std::make_unique<StoreChannel>(std::move(shared), host);
 }
