@@ -133,9 +133,10 @@ TEST(Load, GivesEveryNewRankAGeneratorOfItsOwn) {
       const Loading::Generator& one = loading.outer_generators()[0];
       EXPECT_EQ(one.name, "another");
       ASSERT_EQ(one.state.defined(), world.rank() == 0);
-      if (one.state.defined()) EXPECT_TRUE(one.state.equal(state));
-      if (turn == 1) EXPECT_EQ(one.seed, seeds[static_cast<size_t>(world.rank())]);
-      seeds[static_cast<size_t>(world.rank())] = one.seed;
+      EXPECT_TRUE(!one.state.defined() || one.state.equal(state));
+      uint64_t& seed = seeds[static_cast<size_t>(world.rank())];
+      EXPECT_TRUE(turn == 0 || one.seed == seed);
+      seed = one.seed;
     }
   });
   EXPECT_EQ(std::set<uint64_t>(seeds.begin() + 1, seeds.end()).size(), 3u);
