@@ -35,7 +35,7 @@ struct Differs {
 TEST(Load, NamesWhateverDiffersAndChangesNothing) {
   const auto group = [](int count) {
     Options options;
-    for (int i = 0; i < count; ++i) options.groups.push_back({[](const std::string&) { return false; }, 0.1, {}});
+    for (int i = 0; i < count; ++i) options.groups.push_back({[](const std::string&) { return true; }, 0.1, {}});
     return options;
   };
   const auto shares = [](int count) { return Options{.deterministic = true, .virtual_ranks = count}; };
@@ -76,8 +76,7 @@ TEST(RefusedLoad, AndSaveInsideOfAStepSaySoAndTheStepGoesOn) {
   Model model(3);
   Engine engine(World(), model, UserOptimizer{}, {.strategy = "zero2"});
   const std::string path = engine.save(scratch.path("all"));
-  engine.backward(model.loss(ones(1)));
-  engine.begin_step();
+  engine.begin_step();  // of no backward: there are no gradients that would say it, too
   const auto inside = [](const std::string& what) {
     return ThrowsMessage<Error>(HasSubstr(what + " inside of a step; end_step() ends it"));
   };

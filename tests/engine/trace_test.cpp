@@ -387,11 +387,11 @@ TEST(TimeSpentOn, IsWhatALookAtEveryMomentFinds) {
     const auto expected = [&](const char* what) {
       return 0.001 * static_cast<double>(std::count(at.begin(), at.end(), what));
     };
-    EXPECT_NEAR(spent.data, expected(tracks::data), 1e-9) << seed;
-    EXPECT_NEAR(spent.gathers, expected(tracks::gathers), 1e-9) << seed;
-    EXPECT_NEAR(spent.control, expected(tracks::control), 1e-9) << seed;
-    EXPECT_NEAR(spent.optimizer, expected(doing::optimizer), 1e-9) << seed;
-    EXPECT_NEAR(spent.compute, expected("compute"), 1e-9) << seed;
+    ASSERT_NEAR(spent.data, expected(tracks::data), 1e-9) << seed;
+    ASSERT_NEAR(spent.gathers, expected(tracks::gathers), 1e-9) << seed;
+    ASSERT_NEAR(spent.control, expected(tracks::control), 1e-9) << seed;
+    ASSERT_NEAR(spent.optimizer, expected(doing::optimizer), 1e-9) << seed;
+    ASSERT_NEAR(spent.compute, expected("compute"), 1e-9) << seed;
   }
 }
 
