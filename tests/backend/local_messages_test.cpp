@@ -77,7 +77,7 @@ TEST(LocalMessages, FindTheirPlacesInWhateverOrderBothCome) {
       while (sent[address].size() < places.size()) send(address);
       for (size_t i = 0; i < places.size(); ++i) {
         EXPECT_EQ(outcome(places[i].first), "");
-        EXPECT_TRUE(places[i].second.eq(sent[address][i]).all().item<bool>()) << seed;
+        ASSERT_TRUE(places[i].second.eq(sent[address][i]).all().item<bool>()) << seed;
       }
     }
   }
@@ -90,8 +90,7 @@ TEST(LocalMessages, OfAnotherLengthAreSaidToTheReceiverWhoeverCameFirst) {
     if (send_first) ranks.send(2, 1, 7, message);
     const Work work = ranks.receive(1, 2, 7, memory);
     if (!send_first) ranks.send(2, 1, 7, message);
-    EXPECT_THAT(outcome(work),
-                HasSubstr("rank 1: a message of 12 bytes from rank 2 where 16 were expected"));
+    EXPECT_THAT(outcome(work), HasSubstr("rank 1: a message of 12 bytes from rank 2 where 16 were expected"));
     EXPECT_TRUE(memory.eq(0).all().item<bool>());
   }
 }
