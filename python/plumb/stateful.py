@@ -270,7 +270,7 @@ def _placeholder(
         if not torch.is_tensor(value) or value.dim() == 0:
             found[key] = value.clone() if torch.is_tensor(value) else value
             continue
-        dtype = torch.float32 if masters or not half else parameter.dtype
+        dtype = torch.float32 if masters else parameter.dtype
         found[key] = torch.zeros(end - begin, dtype=dtype) if pieces else torch.zeros_like(parameter, dtype=dtype)
     return found, begin if pieces else None
 

@@ -5,9 +5,11 @@
 #include <signal.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <random>
 #include <set>
 #include <thread>
 
@@ -196,6 +198,49 @@ TEST(Trace, TwoAtATimeHoldWhatIsTheirs) {
   }
 }
 
+// Neither has anything that began before it did, nor are there holes in what the first one saw.
+TEST(Trace, HoldsNothingThatBeganBeforeIt) {
+  const Folder folder;
+  Alike net = build();
+  Engine engine(World(), net, SGD{.lr = 0.1});
+  const auto program = [&](const std::string& name) {
+    std::ifstream file(folder / name);
+    const auto trace = nlohmann::json::parse(file);
+    std::vector<std::pair<double, double>> spans;
+    for (const auto& event : trace.at("traceEvents")) {
+      if (event.at("ph") == "M") continue;
+      EXPECT_GE(event.at("ts").get<double>(), 0) << name << ": " << event;
+      if (event.at("cat") == tracks::program) spans.emplace_back(event.at("ts"), event.at("dur"));
+    }
+    return spans;
+  };
+  Trace outer = engine.trace(folder / "outer.json");
+  train(engine, net, 1);
+  Trace inner = engine.trace(folder / "inner.json");
+  train(engine, net, 2);
+  inner.stop();
+  outer.stop();
+  EXPECT_FALSE(program("inner.json").empty());
+  const auto spans = program("outer.json");
+  for (size_t i = 1; i < spans.size(); ++i) {
+    EXPECT_NEAR(spans[i].first, spans[i - 1].first + spans[i - 1].second, 0.01) << "a program is always at something";
+  }
+}
+
+TEST(Trace, OneThatIsNotStoppedLeavesTheFileThatWasThere) {
+  const Folder folder;
+  std::ofstream(folder / "steps.json") << "old";
+  Alike net = build();
+  Engine engine(World(), net, SGD{.lr = 0.1});
+  {
+    const Trace trace = engine.trace(folder / "steps.json");
+    train(engine, net, 1);
+  }
+  std::string text;
+  std::getline(std::ifstream(folder / "steps.json") >> std::ws, text);
+  EXPECT_EQ(text, "old");
+}
+
 TEST(Trace, IsWrittenWhereItWasMeantAtTheCall) {
   const Folder here, there;
   const auto before = std::filesystem::current_path();
@@ -312,6 +357,62 @@ TEST(TimeSpentOn, WaitsAreForWhoCameLast) {
   // What one rank alone did is no meeting.
   everybody[1] = "60000000 something else\n";
   EXPECT_EQ(time_spent(ranks[0], zero, 0, everybody).waited_for, std::vector<double>(3));
+}
+
+// Against a look at every millisecond: whatever lies inside of, across or beside whatever.
+TEST(TimeSpentOn, IsWhatALookAtEveryMomentFinds) {
+  for (unsigned seed = 0; seed < 100; ++seed) {
+    std::mt19937 draw(seed);
+    const auto below = [&](int64_t limit) { return static_cast<int64_t>(draw() % static_cast<unsigned>(limit)); };
+    std::vector<Timeline::Event> events = {span(tracks::steps, "step 0", 90, 90)};
+    std::vector<const char*> at(100, "");  // what counts, by millisecond; by the order of this list
+    const std::vector<const char*> waits = {tracks::data, tracks::gathers, tracks::control};
+    for (int64_t begin = 0; begin < 90;) {
+      const auto end = std::min<int64_t>(90, begin + 1 + below(30));
+      const char* what = std::vector{doing::forward, doing::backward, doing::step, doing::optimizer}[below(4)];
+      events.push_back(span(tracks::program, what, begin, end));
+      std::fill(at.begin() + begin, at.begin() + end, what == doing::optimizer ? what : "compute");
+      begin = end + below(2) * below(10);
+    }
+    const std::vector<const char*> program = at;
+    for (const char* track : {tracks::control, tracks::gathers, tracks::data}) {  // the last one said counts
+      for (int64_t i = below(6); i > 0; --i) {
+        const int64_t begin = below(80), end = begin + 1 + below(20);
+        events.push_back(span(track, "wait", begin, end));
+        for (int64_t ms = begin; ms < end; ++ms) at[ms] = *program[ms] == 0 ? "" : track;
+      }
+    }
+    std::shuffle(events.begin(), events.end(), draw);
+    const TimeSpent spent = time_spent(events, zero, 0, {""});
+    const auto expected = [&](const char* what) {
+      return 0.001 * static_cast<double>(std::count(at.begin(), at.end(), what));
+    };
+    ASSERT_NEAR(spent.data, expected(tracks::data), 1e-9) << seed;
+    ASSERT_NEAR(spent.gathers, expected(tracks::gathers), 1e-9) << seed;
+    ASSERT_NEAR(spent.control, expected(tracks::control), 1e-9) << seed;
+    ASSERT_NEAR(spent.optimizer, expected(doing::optimizer), 1e-9) << seed;
+    ASSERT_NEAR(spent.compute, expected("compute"), 1e-9) << seed;
+  }
+}
+
+// A meeting of every step has one name: the second one is another meeting. So it is of gathers.
+TEST(TimeSpentOn, WaitsOfEveryStepAreForWhoCameLastToThatOne) {
+  for (const char* track : {tracks::control, tracks::buckets, "gathers"}) {
+    const auto rank = [&](int64_t first, int64_t second) {
+      return std::vector<Timeline::Event>{
+          span(tracks::program, doing::backward, 0, 200), span(track, "the same", first, 60),
+          span(track, "the same", second, 160),           span(tracks::data, "wait", 10, 60),
+          span(tracks::data, "wait", 110, 160),           span(tracks::steps, "step 0", 100, 100),
+          span(tracks::steps, "step 1", 200, 200),
+      };
+    };
+    const std::vector<std::vector<Timeline::Event>> ranks = {rank(10, 110), rank(50, 105), rank(5, 140)};
+    std::vector<std::string> everybody;
+    for (const auto& events : ranks) everybody.push_back(arrivals(events, zero));
+    const TimeSpent first = time_spent(ranks[0], zero, 0, everybody);
+    EXPECT_NEAR(first.waited_for[1], 0.040 / 2, 1e-9) << track;
+    EXPECT_NEAR(first.waited_for[2], 0.030 / 2, 1e-9) << track;
+  }
 }
 
 }  // namespace

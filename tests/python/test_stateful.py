@@ -144,24 +144,27 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert "nothing was loaded" in double and "float32" in double and "float64" in double
 
 
-def one_rank(folder: str, optimizer: str, steps: int) -> tuple[Any, Any]:
-    model, engine = build(optimizer, "ddp", False)
+def one_rank(folder: str, optimizer: str, steps: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    model, engine = build(optimizer, "ddp", False, dtype)
     train(model, engine, steps)
     dcp.save({"engine": engine}, checkpoint_id=folder, no_dist=True)
     train(model, engine, 5)
     expected = ending(model, engine)
     engine.close()
-    model, engine = build(optimizer, "ddp", False)
+    model, engine = build(optimizer, "ddp", False, dtype)
     dcp.load({"engine": engine}, checkpoint_id=folder, no_dist=True)
     assert engine.steps == steps
     train(model, engine, 5)
     return ending(model, engine), expected
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "plumb.AdamW"])
+SINGLE = [("SGD", torch.float32), ("Adagrad", torch.float32), ("plumb.AdamW", torch.float32), ("AdamW", torch.float64)]
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), SINGLE)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_one_process_needs_no_group(optimizer: str, steps: int, tmp_path: Path) -> None:
-    found, expected = plumb.spawn(one_rank, 1, (str(tmp_path), optimizer, steps))[0]
+def test_one_process_needs_no_group(optimizer: str, dtype: torch.dtype, steps: int, tmp_path: Path) -> None:
+    found, expected = plumb.spawn(one_rank, 1, (str(tmp_path), optimizer, steps, dtype))[0]
     assert found == expected
 
 

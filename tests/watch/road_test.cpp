@@ -63,6 +63,23 @@ TEST(Road, IsSeenOnTheBoardOfItsRankAlone) {
   unsetenv(kBoardFd);
 }
 
+TEST(Road, OfEveryRankIsOnTheBoardAndOutlivesIt) {
+  const Board board(3);
+  setenv(kBoardFd, std::to_string(board.fd()).c_str(), 1);
+  for (int rank = 0; rank < 3; ++rank) {
+    Road road(rank);
+    road.use_board();
+    road.use_board();  // asked twice, it is where it was
+    road.pass(Point::hook, rank, 1, 10 + rank);
+  }
+  unsetenv(kBoardFd);
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(board.of(rank).point, Point::hook) << rank;
+    EXPECT_EQ(board.of(rank).step, rank);
+    EXPECT_EQ(board.of(rank).index, 10 + rank);
+  }
+}
+
 TEST(Strikes, AreRead) {
   const std::vector<Strike> all = read_strikes("rank=1,point=gather:3,kind=kill;;rank=0,point=exit,kind=throw");
   ASSERT_EQ(all.size(), 3u);

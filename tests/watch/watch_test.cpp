@@ -173,6 +173,46 @@ TEST(Watch, RanksThatWaitForEachOtherAreToldSo) {
   EXPECT_EQ(scene.looks, 2) << "seen once, it may pass";
 }
 
+// Where they are not even in one step, both numbers are told.
+TEST(Watch, RanksThatWaitForEachOtherInDifferentStepsAreToldWhichOnes) {
+  Scene scene(4, seconds(60));
+  cross(scene);
+  scene.of(3).where = {Where::Kind::step, 6, 1, ""};
+  EXPECT_THAT(scene.waiting(),
+              HasSubstr("is in backward 2 of step 5, but rank 3 called step() number 6 after 1 backward; every rank"));
+}
+
+// Who found it first has failed by then; this rank says the same from its side, at once.
+TEST(Watch, ARankThatGaveUpAWaitThatCrossesOursIsNotMerelyFollowed) {
+  Scene scene(4, seconds(60));
+  cross(scene);
+  scene.of(3).state = Report::State::failed;
+  scene.of(3).message = "plumb: rank 3: called step() after 1 backward, but rank 1 is in backward 2 of step 5";
+  EXPECT_THAT(scene.waiting(), HasSubstr("is in backward 2 of step 5, but rank 3 called step() after 1 backward"));
+  EXPECT_EQ(scene.looks, 1);
+}
+
+// A long wait that ended well leaves nothing behind: the others read that this rank runs, and the next wait is judged alone.
+TEST(Watch, AWaitThatEndedWellIsForgotten) {
+  struct Late : Endless {
+    explicit Late(const Said& said) : said(said) {}
+    bool wait(milliseconds limit) override { return said.looks >= 2 || Endless::wait(limit); }
+    const Said& said;
+  };
+  Scene scene(4, seconds(5));
+  for (int turn = 1; turn <= 2; ++turn) {
+    Late late(scene);
+    scene.looks = 0;
+    scene.watch.wait(late, kBackward, {.group = data_index, .number = 7});
+    ASSERT_EQ(scene.published.size(), 2u * static_cast<size_t>(turn));
+    EXPECT_EQ(scene.published.end()[-2].state, Report::State::waiting);
+    EXPECT_EQ(scene.published.end()[-2].wait, turn) << "each has a number of its own";
+    EXPECT_EQ(scene.published.back().state, Report::State::running);
+  }
+  cross(scene);
+  EXPECT_THAT(scene.waiting(), HasSubstr("but rank 3 called step() after 1 backward"));
+}
+
 TEST(Watch, WaitsThatOnlySeemToCrossDoNot) {
   const auto not_crossed = [](const std::function<void(Scene&)>& change, Ticket ticket = {.number = 7}) {
     Scene scene;

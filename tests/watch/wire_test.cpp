@@ -3,8 +3,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <rapidcheck.h>
+#include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <thread>
 
 #include "plumb/error.h"
 #include "plumb/world.h"
@@ -132,6 +136,43 @@ TEST(Timeline, AProgramIsAlwaysAtSomething) {
   }
   EXPECT_EQ(names, (std::vector<std::string>{doing::forward, doing::backward, doing::forward}));
   EXPECT_EQ(lengths, (std::vector<int64_t>{10, 15, 30}));
+}
+
+// Somebody else's trace that begins meanwhile changes nothing in what the first one sees.
+TEST(Timeline, ASecondOneThatBeginsIsNotSeenInTheFirst) {
+  Timeline timeline;
+  timeline.start();
+  const auto begin = std::chrono::steady_clock::now();
+  std::this_thread::sleep_for(milliseconds(2));
+  timeline.start();
+  timeline.enter(doing::backward, begin + milliseconds(100));
+  timeline.start();
+  timeline.enter(doing::step, begin + milliseconds(200));
+  const auto events = timeline.events();
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[0].name, doing::forward);
+  EXPECT_LE(events[0].begin, begin) << "since the first began";
+  EXPECT_EQ(events[1].name, doing::backward);
+  EXPECT_EQ(events[1].begin, begin + milliseconds(100));
+}
+
+// Engines on several threads may say out of order when they began: a program is at one thing at a time all the same.
+RC_GTEST_PROP(Timeline, WhateverAProgramEntersItsSpansFollowUponEachOther, ()) {
+  Timeline timeline;
+  timeline.start();
+  const auto begin = std::chrono::steady_clock::now();
+  auto latest = Timeline::Moment{};
+  for (const int after : *rc::gen::container<std::vector<int>>(rc::gen::inRange(0, 50))) {
+    const char* what = *rc::gen::element(doing::forward, doing::backward, doing::step, doing::optimizer);
+    timeline.enter(what, begin + milliseconds(after));
+    latest = std::max(latest, begin + milliseconds(after));
+  }
+  const auto events = timeline.events();
+  for (size_t i = 0; i < events.size(); ++i) {
+    RC_ASSERT(events[i].begin < events[i].end);
+    RC_ASSERT(events[i].end <= latest);
+    RC_ASSERT(i == 0 || events[i].begin >= events[i - 1].end);
+  }
 }
 
 }  // namespace

@@ -118,6 +118,49 @@ TEST(Groups, OfTwoEnginesAndOfOneAxisNeverMix) {
   });
 }
 
+// The same of what all ranks of an engine do together.
+TEST(Groups, OfTwoEnginesOverTheWholeWorldNeverMix) {
+  run_local(3, [](World world) {
+    const int me = world.rank();
+    std::vector<Group> groups;
+    for (int engine = 0; engine < 2; ++engine) {
+      const Groups own = new_groups(world, {1, 3});
+      groups.insert(groups.end(), {own.data, own.control});
+    }
+    std::vector<at::Tensor> tensors;
+    std::vector<Pending> pending(groups.size());
+    for (int i = 0; i < 4; ++i) tensors.push_back(at::full({i % 2 == 0 ? 7 : 5}, static_cast<float>(100 * i + me)));
+    for (int i = 0; i < 4; ++i) {
+      const auto which = static_cast<size_t>((i + me) % 4);  // every rank begins with another one
+      pending[which] = groups[which].all_reduce(tensors[which]);
+    }
+    for (size_t i = 0; i < 4; ++i) {
+      pending[i].wait(here);
+      EXPECT_TRUE(tensors[i].eq(static_cast<float>(300 * i + 3)).all().item<bool>()) << i;
+    }
+  });
+}
+
+// Worlds may meet at one store, one after the other and at the same time.
+TEST(Groups, OfWorldsThatMeetAtOneStoreNeverMix) {
+  const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  expect_all_well(on_threads(2, [&](int rank) {
+    const WorldOptions options{.timeout = std::chrono::seconds(20)};
+    for (int turn = 0; turn < 2; ++turn) {
+      const World one = World::join(store, rank, 2, options), other = World::join(store, rank, 2, options);
+      at::Tensor first = at::full({3}, 1.0 + rank), second = at::full({4}, 10.0 + rank);
+      Group one_group = data_group(one), other_group = data_group(other);
+      Pending pending[2];
+      if (rank == 0) pending[0] = one_group.all_reduce(first);
+      pending[1] = other_group.all_reduce(second);
+      if (rank == 1) pending[0] = one_group.all_reduce(first);
+      for (Pending& each : pending) each.wait(here);
+      EXPECT_TRUE(first.eq(3).all().item<bool>());
+      EXPECT_TRUE(second.eq(21).all().item<bool>());
+    }
+  }));
+}
+
 TEST(Groups, ThreadsReadWhatTheOthersShareInPlaceAndItOutlivesItsOwner) {
   for (int size = 1; size <= 4; ++size) {
     for (const int64_t numel : {0, 1, 1000}) {

@@ -1,0 +1,206 @@
+// What a load compares and names, what it leaves as it was, and what is left of it afterwards.
+#include "engine/loading.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <set>
+
+#include "engine/saving.h"
+#include "save/support/folder.h"
+#include "save/support/trained.h"
+#include "unit/support/net.h"
+#include "watch/road.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+// Saved by one engine and loaded by another: the error, which every difference is to be named in, and nothing else changes.
+struct Differs {
+  Options saved{}, live{};
+  at::ScalarType dtype = at::kFloat;  // of the live one
+  bool frozen = false;                // its first parameter
+  int64_t steps = 0;
+  std::string named;
+};
+
+TEST(Load, NamesWhateverDiffersAndChangesNothing) {
+  const auto group = [](int count) {
+    Options options;
+    for (int i = 0; i < count; ++i) options.groups.push_back({[](const std::string&) { return true; }, 0.1, {}});
+    return options;
+  };
+  const auto shares = [](int count) { return Options{.deterministic = true, .virtual_ranks = count}; };
+  const Options scaled{.loss_scale = LossScale{}};
+  const std::vector<Differs> all = {
+      {.saved = group(1), .live = group(2), .named = "reshaped  the parameter groups  saved 1  here 2"},
+      {.saved = shares(2), .live = shares(4), .named = "reshaped  virtual_ranks  saved 2  here 4"},
+      {.live = scaled, .named = "missing   the loss scale"},
+      {.saved = scaled, .named = "extra     the loss scale"},
+      {.dtype = at::kBFloat16, .named = "reshaped  weight 'inside.w0'  saved F32 [7, 5]  here BF16 [7, 5]"},
+      {.frozen = true, .steps = 2, .named = "extra     optimizer state of 'inside.w0'  saved 2 updates  here frozen"},
+  };
+  const Scratch scratch;
+  for (const Differs& one : all) {
+    Model first(3), second(5, one.dtype);
+    std::string path;
+    {
+      Engine engine(World(), first, AdamW{}, one.saved);
+      train(engine, first, one.steps);
+      path = engine.save(scratch.path("all"));
+    }
+    if (one.frozen) second.parameters()[0].set_requires_grad(false);
+    Engine engine(World(), second, AdamW{}, one.live);
+    Everything before, after;
+    before.add(engine);
+    EXPECT_THAT([&] { engine.load(path); }, ThrowsMessage<Error>(HasSubstr(one.named)));
+    after.add(engine);
+    EXPECT_EQ(before.difference(after), "") << one.named;
+  }
+  // Shares count only where both are cut into them.
+  Model first(3), second(5);
+  Engine cut(World(), first, AdamW{}, shares(2)), plain(World(), second, AdamW{});
+  plain.load(cut.save(scratch.path("all")));
+}
+
+TEST(RefusedLoad, AndSaveInsideOfAStepSaySoAndTheStepGoesOn) {
+  const Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, UserOptimizer{}, {.strategy = "zero2"});
+  const std::string path = engine.save(scratch.path("all"));
+  engine.begin_step();  // of no backward: there are no gradients that would say it, too
+  const auto inside = [](const std::string& what) {
+    return ThrowsMessage<Error>(HasSubstr(what + " inside of a step; end_step() ends it"));
+  };
+  EXPECT_THAT([&] { engine.save(scratch.path("all")); }, inside("save()"));
+  EXPECT_THAT([&] { engine.load(path); }, inside("load()"));
+  EXPECT_THAT([&] { engine.load_weights(path); }, inside("load_weights()"));
+  engine.end_step();
+  engine.zero_grad();
+  EXPECT_EQ(engine.load(engine.save(scratch.path("all"))).step, 1);
+}
+
+// Its state may be the very tensor that a load writes into.
+TEST(Load, GivesAnExtraBackWhatItHadThoughItIsWrittenInPlace) {
+  const Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  const at::Tensor live = at::ones({2});
+  bool refuses = false;
+  const std::vector<Extra> extras = {{"first", [&] { return NamedTensors{{"value", live}}; },
+                                      [&](const NamedTensors& saved) { live.copy_(saved.at(0).second); }},
+                                     {"second", [] { return NamedTensors{{"value", at::ones({1})}}; },
+                                      [&](const NamedTensors&) {
+                                        if (refuses) throw std::runtime_error("no, thanks");
+                                      }}};
+  const std::string path = engine.save(scratch.path("all"), {.extras = extras});
+  live.fill_(9);
+  refuses = true;
+  EXPECT_THROW(engine.load(path, {.extras = extras}), Error);
+  EXPECT_TRUE(live.equal(at::full({2}, 9)));
+  refuses = false;
+  engine.load(path, {.extras = extras});
+  EXPECT_TRUE(live.equal(at::ones({2})));
+}
+
+// More ranks than saved: each of the new ones draws numbers of its own, the same whenever this is loaded.
+TEST(Load, GivesEveryNewRankAGeneratorOfItsOwn) {
+  const Scratch scratch;
+  const at::Tensor state = at::arange(20, at::kByte);
+  {
+    Model model(3);
+    Engine engine(World(), model, SGD{});
+    engine.impl().saving = std::make_shared<Saving>(engine.impl());
+    engine.impl().saving->begin(scratch.path("all"), {}, nullptr, Copy::no, {{"another", state}});
+    engine.impl().saving->finish();
+  }
+  std::array<uint64_t, 4> seeds{};
+  run_local(4, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, SGD{});
+    for (int turn = 0; turn < 2; ++turn) {
+      const Loading loading(engine.impl(), scratch.path("all"), {}, OuterState::none);
+      ASSERT_EQ(loading.outer_generators().size(), 1u);
+      const Loading::Generator& one = loading.outer_generators()[0];
+      EXPECT_EQ(one.name, "another");
+      ASSERT_EQ(one.state.defined(), world.rank() == 0);
+      EXPECT_TRUE(!one.state.defined() || one.state.equal(state));
+      uint64_t& seed = seeds[static_cast<size_t>(world.rank())];
+      EXPECT_TRUE(turn == 0 || one.seed == seed);
+      seed = one.seed;
+    }
+  });
+  EXPECT_EQ(std::set<uint64_t>(seeds.begin() + 1, seeds.end()).size(), 3u);
+}
+
+TEST(Load, OfWeightsThatStandInTwoFilesIsRefused) {
+  const Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  const std::string weights = engine.save(scratch.path("all")) + "/weights-00000-of-00001.safetensors";
+  std::filesystem::create_directory(scratch.path("plain"));
+  std::filesystem::copy_file(weights, scratch.path("plain/one.safetensors"));
+  EXPECT_NO_THROW(engine.load_weights(scratch.path("plain"), {.strict = false}));
+  std::filesystem::copy_file(weights, scratch.path("plain/two.safetensors"));
+  EXPECT_THAT([&] { engine.load_weights(scratch.path("plain"), {.strict = false}); },
+              ThrowsMessage<Error>(HasSubstr("tensor 'inside.w0' stands in two files of")));
+}
+
+// What was computed with the old values cannot be differentiated with the new ones.
+TEST(Load, AGraphFromBeforeItIsAnErrorAsOfAnyChange) {
+  for (const std::string strategy : {"ddp", "zero1", "zero3"}) {
+    const Scratch scratch;
+    const auto texts = errors(2, [&](World world) {
+      scenarios::Alike net(3);
+      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = strategy});
+      const std::string path = engine.save(scratch.path("all"));
+      at::Tensor h = torch::ones({2, 6});
+      for (auto& layer : net.layers) h = torch::tanh(layer->forward(h));
+      engine.load(path);
+      h.sum().backward();
+    });
+    EXPECT_THAT(texts, Each(HasSubstr("modified by an inplace operation"))) << strategy;
+  }
+}
+
+// One that failed is not mistaken for the one before, and nobody is seen to write any more.
+TEST(RefusedSave, LeavesNoPathAndNobodyWriting) {
+  const Scratch scratch;
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  const Road& road = road_of(engine.world());
+  EXPECT_EQ(engine.finish_save(), "");
+  engine.save_in_background(scratch.path("all"));
+  EXPECT_NE(engine.finish_save(), "");
+  EXPECT_EQ(road.last().beside, Point::none);
+  scratch.write("file", "no folder");
+  EXPECT_THROW(engine.save(scratch.path("file")), Error);
+  EXPECT_EQ(engine.finish_save(), "") << "the path of another one";
+  EXPECT_EQ(road.last().beside, Point::none);
+}
+
+// Parameters may be parts of one memory, alike but for where they begin; a delivery may name one by an alias.
+TEST(Deliveries, ToAnAliasReachThatOneOfTwoParametersInOneMemory) {
+  const at::Tensor memory = at::zeros({8});
+  std::vector<at::Tensor> both;
+  for (const int64_t begin : {0, 4}) both.push_back(memory.narrow(0, begin, 4).detach().requires_grad_());
+  Engine engine(World(), NamedTensors{{"first", both[0]}, {"second", both[1]}}, {}, SGD{.lr = 1});
+  const auto deliver =
+      c10::Dispatcher::singleton().findSchemaOrThrow("plumb::deliver", "").typed<void(at::Tensor, const at::Tensor&)>();
+  for (size_t i = 0; i < 2; ++i) deliver.call(both[i].detach(), at::full({4}, static_cast<double>(i + 1)));
+  engine.end_pass();
+  engine.step();
+  EXPECT_TRUE(both[0].detach().equal(at::full({4}, -1.0)));
+  EXPECT_TRUE(both[1].detach().equal(at::full({4}, -2.0)));
+}
+
+}  // namespace
+}  // namespace plumb

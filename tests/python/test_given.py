@@ -1,0 +1,91 @@
+"""What an engine may be given in several forms means the same in each; what means nothing is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+
+
+class Around(nn.Module):
+    """As torch.compile leaves a module: its names go through ``_orig_mod``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._orig_mod(x)
+        return result
+
+
+def model() -> nn.Module:
+    return Around(nn.Sequential(Around(nn.Linear(2, 2)), nn.Linear(2, 2)))
+
+
+def unmoved(groups: list[dict[str, Any]]) -> set[str]:
+    """The parameters that a step leaves alone."""
+    one = model()
+    before = [parameter.detach().clone() for parameter in one.parameters()]
+    engine = plumb.Engine(one, plumb.SGD(lr=1.0), groups=groups)
+    torch.stack([parameter.sum() for parameter in one.parameters()]).sum().backward()
+    engine.step()
+    engine.close()
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    pairs = zip(names, before, one.parameters(), strict=True)
+    return {name for name, old, new in pairs if torch.equal(old, new.detach())}
+
+
+MATCHES: list[tuple[Any, set[str]]] = [
+    (["0.weight", "1.bias"], {"0.weight", "1.bias"}),
+    (["_orig_mod.0._orig_mod.weight", "_orig_mod.1.bias"], {"0.weight", "1.bias"}),
+    ("weight", {"0.weight", "1.weight"}),
+    ("^1", {"1.weight", "1.bias"}),
+    (lambda name: name in ("0.weight", "0.bias"), {"0.weight", "0.bias"}),
+]
+
+
+@pytest.mark.parametrize(("match", "expected"), MATCHES)
+def test_a_group_has_what_it_matches_whether_compiled_or_not(match: Any, expected: set[str]) -> None:
+    assert unmoved([{"match": match, "lr": 0.0}]) == expected
+
+
+def test_the_first_group_that_matches_counts() -> None:
+    assert unmoved([{"match": "^0", "lr": 0.0}, {"match": "weight", "lr": 1.0}]) == {"0.weight", "0.bias"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, None), (False, None), (True, 65536.0), (8, 8.0), (1, 1.0), (plumb.LossScale(4.0), 4.0)]
+)
+def test_a_loss_scale_is_a_number_a_rule_or_whether(given: Any, expected: float | None) -> None:
+    engine = plumb.Engine(model(), plumb.SGD(lr=1.0), loss_scale=given)
+    loss = torch.ones((), requires_grad=True)
+    scaled = engine.scale(loss)
+    assert float(scaled.detach()) == (1.0 if expected is None else expected)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"groups": [{"match": "weight", "rate": 1.0}]}, "expected match, and lr or weight_decay"),
+        ({"groups": [{"lr": 1.0}]}, "expected match, and lr or weight_decay"),
+        ({"world": 2}, "the world is a int; expected a plumb.World or a process group"),
+    ],
+)
+def test_what_means_nothing_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(plumb.Error, match=said):
+        plumb.Engine(model(), plumb.SGD(lr=1.0), **options)
+
+
+def test_pairs_without_names_or_values_are_refused() -> None:
+    with torch.device("meta"):
+        hollow = model()
+    with pytest.raises(plumb.Error, match="'0.weight' is on the meta device"):
+        plumb.Engine(list(hollow.named_parameters()), plumb.SGD(lr=1.0))
+    with pytest.raises(plumb.Error, match="are a list; expected a module, or pairs of a name and a tensor"):
+        plumb.Engine([torch.ones(2)], plumb.SGD(lr=1.0))
