@@ -188,7 +188,7 @@ class Engine:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
             if owns:
-                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
+                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state)
             else:
                 self._steps = optim.Whole(self._native, optimizer)
 
@@ -337,13 +337,16 @@ class Engine:
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
-        outer = None
+        outer, refusal = None, ""
         if self._steps is not None:
             assert isinstance(self.optimizer, torch.optim.Optimizer)
-            outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
+            try:
+                outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
+            except Exception as error:  # noqa: BLE001  (every rank hears of it)
+                refusal = str(error).removeprefix("plumb: ") or type(error).__name__
         words = _save.words(extras)
         return self._engine.save(
-            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators()
+            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators(), refusal
         )
 
     def finish_save(self) -> str:

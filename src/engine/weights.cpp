@@ -111,7 +111,8 @@ LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOpt
           } else {
             const at::Tensor whole = source->read(slot.name);
             const at::Tensor flat = at::empty({slot.owner.numel()}, whole.options().dtype(slot.owner.scalar_type()));
-            view_in(flat, 0, slot.owner).copy_(whole);
+            // In the order of its memory, or where it is copied, of its shape.
+            (slot.memory.defined() ? view_in(flat, 0, slot.owner) : flat.view(slot.shape())).copy_(whole);
             fillings.push_back({slot, flat.narrow(0, slot.begin, slot.end - slot.begin).clone()});
           }
         }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <limits>
 
 #include "plumb/error.h"
 
@@ -40,6 +41,7 @@ std::string padded(int64_t number) {
 std::string prepared(const std::string& root) {
   if (root.empty()) throw Error("the folder for checkpoints has no name");
   make_folder(root);
+  if (is_checkpoint(root)) throw Error("'" + root + "' is a checkpoint itself; name the folder that it lies in");
   return root;
 }
 
@@ -120,6 +122,9 @@ std::string Writer::commit(const Manifest& manifest, int64_t keep) {
   file.finish();
   sync_folder(unfinished_);
   const auto before = checkpoints_in(root_);
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
+  if (!before.empty() && before.back().number == kLargest)
+    throw Error("there is no number after that of '" + before.back().path + "'");
   const int64_t number = before.empty() ? 1 : before.back().number + 1;
   const std::string path = root_ + "/save-" + padded(number) + "-step-" + std::to_string(manifest.step);
   rename_folder(unfinished_, path);
