@@ -99,6 +99,11 @@ class Engine:
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
+        self._passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in (module.named_modules() if module is not None else ())
+            for name in part._non_persistent_buffers_set
+        }
         self.optimizer = optimizer
         if isinstance(mesh, DeviceMesh):
             if world is not None:
@@ -386,9 +391,9 @@ class Engine:
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadInfo:
         """Only the weights and buffers, of a checkpoint or of safetensors files; other dtypes are converted.
 
-        The optimizer and the step stay as they are: for fine-tuning.
+        The optimizer and the step stay as they are: for fine-tuning. Buffers that are not persistent may be missing.
         """
-        return self._engine.load_weights(os.fspath(path), strict)
+        return self._engine.load_weights(os.fspath(path), strict, self._passing)
 
     def state_dict(self) -> dict[str, Any]:
         """For ``torch.distributed.checkpoint``: ``dcp.save({"engine": engine}, …)``, ``dcp.async_save`` and ``dcp.load``.

@@ -6,6 +6,8 @@
 #include "engine/loading.h"
 #include "engine/refill.h"
 #include "engine/saving.h"
+#include "engine/weights.h"
+#include "grad/mode.h"
 
 namespace plumb::python {
 namespace {
@@ -158,10 +160,12 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
           "path"_a, "strict"_a, "extras"_a, "outer"_a, py::keep_alive<0, 1>())
       .def(
           "load_weights",
-          [](EngineObject& self, const std::string& path, bool strict) {
-            return (*self).load_weights(path, {strict, {}});
+          [](EngineObject& self, const std::string& path, bool strict, const std::set<std::string>& passing) {
+            const TrainingMode training;
+            (*self).finish_save();
+            return load_weights((*self).impl(), path, {strict, {}}, passing);
           },
-          "path"_a, "strict"_a, no_gil())
+          "path"_a, "strict"_a, "passing"_a, no_gil())
       .def("slots", &slots, no_gil())
       .def(
           "all_slots", [](EngineObject& self) { return words_of(all_slots((*self).impl())); }, no_gil())

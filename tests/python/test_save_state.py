@@ -291,6 +291,30 @@ def test_state_of_weights_of_another_dtype_is_left_out_with_them(tmp_path: Path)
         assert not optimizer.state
 
 
+def test_files_of_a_model_need_not_have_what_is_not_persistent(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def built() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        model[0].register_buffer("rotation", torch.ones(2), persistent=False)
+        model.register_buffer("kept", torch.ones(2))
+        return model
+
+    model = built()
+    safetensors.save_file({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2), "kept": torch.zeros(2)}, tmp_path / "all.safetensors")
+    safetensors.save_file({"0.weight": torch.zeros(2, 2), "0.bias": torch.ones(2)}, tmp_path / "few.safetensors")
+    with plumb.Engine(model, plumb.SGD()) as engine:
+        assert not engine.load_weights(tmp_path / "all.safetensors").mismatches
+        assert model.kept.tolist() == [0, 0] and model[0].rotation.tolist() == [1, 1]
+        with pytest.raises(plumb.Error, match="missing   buffer 'kept'"):
+            engine.load_weights(tmp_path / "few.safetensors")
+        model[0].rotation.fill_(5)
+        engine.save(tmp_path / "saved")  # where it is there, it is taken
+        model[0].rotation.fill_(6)
+        engine.load_weights(tmp_path / "saved")
+        assert model[0].rotation.tolist() == [5, 5]
+
+
 def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     with plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD()) as engine:
         path = Path(engine.save(tmp_path))
