@@ -29,7 +29,7 @@ std::optional<Named> read_name(const std::string& root, const std::string& name)
   const std::string_view text = name;
   const auto number = number_in(text.substr(begin.size(), cut - begin.size()));
   const auto step = number_in(text.substr(cut + middle.size()));
-  if (!number || !step) return std::nullopt;
+  if (!number || !step || *number == std::numeric_limits<int64_t>::max()) return std::nullopt;  // the next has a number, too
   return Named{*number, *step, root + "/" + name};
 }
 
@@ -122,9 +122,6 @@ std::string Writer::commit(const Manifest& manifest, int64_t keep) {
   file.finish();
   sync_folder(unfinished_);
   const auto before = checkpoints_in(root_);
-  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
-  if (!before.empty() && before.back().number == kLargest)
-    throw Error("there is no number after that of '" + before.back().path + "'");
   const int64_t number = before.empty() ? 1 : before.back().number + 1;
   const std::string path = root_ + "/save-" + padded(number) + "-step-" + std::to_string(manifest.step);
   rename_folder(unfinished_, path);

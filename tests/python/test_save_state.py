@@ -323,5 +323,4 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
             engine.save(path)
         assert sorted(path.iterdir()) == before
         (tmp_path / f"save-{2**63 - 1}-step-1").mkdir()
-        with pytest.raises(plumb.SaveError, match="there is no number after that of"):
-            engine.save(tmp_path)
+        assert Path(engine.save(tmp_path)).name == "save-00000002-step-0"  # that one is none of ours
