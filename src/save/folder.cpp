@@ -29,7 +29,8 @@ std::optional<Named> read_name(const std::string& root, const std::string& name)
   const std::string_view text = name;
   const auto number = number_in(text.substr(begin.size(), cut - begin.size()));
   const auto step = number_in(text.substr(cut + middle.size()));
-  if (!number || !step || *number == std::numeric_limits<int64_t>::max()) return std::nullopt;  // the next has a number, too
+  if (!number || !step || *number == std::numeric_limits<int64_t>::max())
+    return std::nullopt;  // the next has a number, too
   return Named{*number, *step, root + "/" + name};
 }
 
