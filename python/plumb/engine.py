@@ -99,6 +99,11 @@ class Engine:
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
+        self._passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in (module.named_modules() if module is not None else ())
+            for name in part._non_persistent_buffers_set
+        }
         self.optimizer = optimizer
         if isinstance(mesh, DeviceMesh):
             if world is not None:
@@ -188,7 +193,7 @@ class Engine:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
             if owns:
-                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole)
+                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state)
             else:
                 self._steps = optim.Whole(self._native, optimizer)
 
@@ -337,13 +342,16 @@ class Engine:
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
-        outer = None
+        outer, refusal = None, ""
         if self._steps is not None:
             assert isinstance(self.optimizer, torch.optim.Optimizer)
-            outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
+            try:
+                outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
+            except Exception as error:  # noqa: BLE001  (every rank hears of it)
+                refusal = str(error).removeprefix("plumb: ") or type(error).__name__
         words = _save.words(extras)
         return self._engine.save(
-            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators()
+            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators(), refusal
         )
 
     def finish_save(self) -> str:
@@ -383,9 +391,9 @@ class Engine:
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadInfo:
         """Only the weights and buffers, of a checkpoint or of safetensors files; other dtypes are converted.
 
-        The optimizer and the step stay as they are: for fine-tuning.
+        The optimizer and the step stay as they are: for fine-tuning. Buffers that are not persistent may be missing.
         """
-        return self._engine.load_weights(os.fspath(path), strict)
+        return self._engine.load_weights(os.fspath(path), strict, self._passing)
 
     def state_dict(self) -> dict[str, Any]:
         """For ``torch.distributed.checkpoint``: ``dcp.save({"engine": engine}, …)``, ``dcp.async_save`` and ``dcp.load``.

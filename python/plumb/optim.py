@@ -38,7 +38,10 @@ _ELEMENTWISE: set[type] = {
 #: Optimizers whose update of a parameter depends on other parameters, by name: no rank can step some of them alone.
 _ALL_TOGETHER = ("LBFGS", "Prodigy", "DAdapt")
 
-_MARK = "plumb"
+#: What optimizers keep of a parameter as a whole, by name: where a parameter has no dimensions, its shape does not tell.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
+MARK = "plumb"
 _CLOSED = "_plumb_closed"
 
 
@@ -55,6 +58,11 @@ def elementwise(optimizer: O) -> O:
     """
     _ELEMENTWISE.add(optimizer)
     return optimizer
+
+
+def is_number(key: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether this state is of the parameter as a whole, and not of its elements."""
+    return value.dim() == 0 and (parameter.dim() > 0 or key in _NUMBERS)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -167,6 +175,8 @@ class Whole:
 
     # ---- checkpoints
 
+    has_owners = False
+
     def state_of(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int | None]:
         """The optimizer's state of a parameter; None: of all of it."""
         return dict(self.optimizer.state.get(parameter, {})), None
@@ -175,7 +185,7 @@ class Whole:
         """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
         return rank == 0
 
-    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int) -> None:
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int | None) -> None:
         self.optimizer.state.pop(parameter, None)
         if state:
             self.optimizer.state[parameter] = state
@@ -205,13 +215,13 @@ class Pieces:
     """Where each rank holds a part of the optimizer's state, or masters: it steps over what this rank owns, as leaves.
 
     With ``whole``, ownership is cut at parameters: a leaf has its parameter's shape, or is empty where another rank steps it.
-    Otherwise it is the flat piece of it that this rank owns.
+    Otherwise it is the flat piece of it that this rank owns. Without ``cuts``, every rank owns everything.
     """
 
     def __init__(
-        self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int, whole: bool = False
+        self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int, whole: bool = False, cuts: bool = True
     ) -> None:
-        self.native, self.optimizer, self.whole = native, optimizer, whole
+        self.native, self.optimizer, self.whole, self.cuts = native, optimizer, whole, cuts
         self.place = {"rank": rank, "size": size}
         self.info: _C.StepInfo | None = None
         self.leaf_of: dict[int, torch.Tensor] = {}  # by parameter
@@ -300,7 +310,7 @@ class Pieces:
     @staticmethod
     def _cut(state: dict[str, Any], parameter: torch.Tensor, leaf: torch.Tensor, begin: int) -> dict[str, Any]:
         def one(key: str, value: Any) -> Any:
-            if not torch.is_tensor(value) or value.shape != parameter.shape or (value.dim() == 0 and key == "step"):
+            if not torch.is_tensor(value) or value.shape != parameter.shape or is_number(key, value, parameter):
                 return value
             flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
             flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
@@ -342,10 +352,10 @@ class Pieces:
     def _mark(self, _: object, state: dict[str, Any]) -> None:
         self._swap_out()
         if self.leaf_of:
-            state[_MARK] = dict(self.place)
+            state[MARK] = dict(self.place)
 
     def _check_load(self, _: object, state: dict[str, Any]) -> None:
-        place = state.get(_MARK)
+        place = state.get(MARK)
         if place is not None and place != self.place:
             raise Error(
                 f"this optimizer state is of rank {place['rank']} of {place['size']}, and this is rank {self.place['rank']} of"
@@ -372,6 +382,11 @@ class Pieces:
 
     # ---- checkpoints
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether one rank alone knows what the optimizer keeps of a parameter."""
+        return self.whole and self.cuts
+
     def state_of(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int | None]:
         """The optimizer's state of this rank's piece, and where it begins; of all of it (None) before the first step."""
         leaf = self.leaf_of.get(id(parameter))
@@ -395,11 +410,15 @@ class Pieces:
     def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
         """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
         leaf = self.leaf_of.get(id(parameter))
-        if self.whole and leaf is not None and parameter.numel() > 0:
+        if self.has_owners and leaf is not None and parameter.numel() > 0:
             return leaf.numel() == parameter.numel()
         return rank == 0
 
-    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int) -> None:
+    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int | None) -> None:
+        if begin is None:  # nobody steps it, and its state is whole on every rank
+            self.optimizer.state.pop(parameter, None)
+            self.optimizer.state[parameter] = state
+            return
         if self.whole:
             per_element = [v for v in state.values() if torch.is_tensor(v) and v.dim() == 1 and v.numel() != 1]
             if per_element and all(v.numel() == 0 for v in per_element) and parameter.numel() > 0:

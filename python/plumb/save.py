@@ -33,6 +33,7 @@ class Stateful(Protocol):
 
 Extras = Mapping[str, Stateful]
 _JSON = "json"
+_PACKED = f"/{_JSON}"  # behind the key of optimizer state that is no tensor and no number
 
 
 def pack(value: Any, what: str) -> list[tuple[str, torch.Tensor]]:
@@ -51,15 +52,17 @@ def pack(value: Any, what: str) -> list[tuple[str, torch.Tensor]]:
             items = [one(item, f"{where}[{i}]") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
         if isinstance(value, (set, frozenset)):
-            return {"set": [one(item, where) for item in sorted(value)]}
+            return {"set": [one(item, where) for item in sorted(value, key=repr)]}
         if isinstance(value, Mapping):
             return {"dict": [[one(key, where), one(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, argparse.Namespace):
             return {"namespace": one(vars(value), where)}
-        if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
-            return {"numpy": str(value.dtype), "value": one(value.tolist(), where)}
+        if getattr(getattr(value, "dtype", None), "kind", "") in tuple("?biufcSUmM"):  # numpy's, to the bit
+            bits = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)[: value.nbytes]
+            tensors.append((f"{len(tensors)}", bits))
+            return {"array": tensors[-1][0], "dtype": value.dtype.str, "shape": list(value.shape), "scalar": not hasattr(value, "__setitem__")}
         raise Error(f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts")
 
     text = json.dumps(one(value, what)).encode()
@@ -87,7 +90,12 @@ def unpack(packed: list[tuple[str, torch.Tensor]]) -> Any:
             return base64.b64decode(value["bytes"])
         if "namespace" in value:
             return argparse.Namespace(**one(value["namespace"]))
-        if "numpy" in value:
+        if "array" in value:
+            import numpy
+
+            found = numpy.frombuffer(bytes(tensors[value["array"]].tolist()), dtype=value["dtype"]).reshape(value["shape"]).copy()
+            return found[()] if value["scalar"] else found
+        if "numpy" in value:  # as it was written before
             import numpy
 
             return numpy.array(one(value["value"]), dtype=value["numpy"])[()]
@@ -100,17 +108,22 @@ def words(extras: Extras | None) -> list[tuple[str, Callable[[], Any], Callable[
     """The extras as the binding takes them."""
     result: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = []
     for name, thing in (extras or {}).items():
-        if not isinstance(thing, Stateful):
-            raise Error(f"extra '{name}' is a {type(thing).__name__}, which has no state_dict() and load_state_dict()")
 
         def give(thing: Stateful = thing, name: str = name) -> list[tuple[str, torch.Tensor]]:
-            return pack(thing.state_dict(), f"extra '{name}'")
+            return pack(_stateful(thing, name).state_dict(), f"extra '{name}'")
 
-        def take(packed: list[tuple[str, torch.Tensor]], thing: Stateful = thing) -> None:
-            thing.load_state_dict(unpack(packed))
+        def take(packed: list[tuple[str, torch.Tensor]], thing: Stateful = thing, name: str = name) -> None:
+            _stateful(thing, name).load_state_dict(unpack(packed))
 
         result.append((name, give, take))
     return result
+
+
+def _stateful(thing: Stateful, name: str) -> Stateful:
+    """Asked when its turn comes, so that every rank hears of it."""
+    if not isinstance(thing, Stateful):
+        raise Error(f"extra '{name}' is a {type(thing).__name__}, which has no state_dict() and load_state_dict()")
+    return thing
 
 
 # ---- random generators that are not torch's
@@ -168,9 +181,11 @@ def _set_numpy(generator: Any, state: Any, seed: int) -> None:
 def _text(value: Any, what: str) -> Any:
     """A value without tensors of any size, as JSON."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise Error(f"{what} is a tensor of {value.numel()} elements; expected a number")
-        return {"scalar": str(value.dtype).removeprefix("torch."), "value": value.item()}
+        if value.numel() != 1 or value.is_complex():
+            raise Error(f"{what} is a {value.dtype} tensor of {value.numel()} elements; expected a real number")
+        return {
+            "scalar": str(value.dtype).removeprefix("torch."), "value": _text(value.item(), what), "shape": list(value.shape),
+        }  # fmt: skip
     if isinstance(value, tuple):
         return {"tuple": [_text(item, what) for item in value]}
     if isinstance(value, list):
@@ -191,13 +206,33 @@ def _value(text: Any) -> Any:
         return tuple(_value(item) for item in text["tuple"])
     if "float" in text:
         return float(text["float"])
-    return torch.tensor(text["value"], dtype=getattr(torch, text["scalar"]))
+    return torch.tensor(_value(text["value"]), dtype=getattr(torch, text["scalar"])).reshape(text.get("shape", ()))
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """An Error where a checkpoint would not hold all that this optimizer has."""
+    kind = type(optimizer)
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise Error(
+                    f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's; build the"
+                    " engine after the optimizer has all its groups"
+                )
+    if kind.state_dict is not torch.optim.Optimizer.state_dict:
+        beside = optimizer.state_dict().keys() - {"state", "param_groups", optim.MARK}
+        if beside:
+            raise Error(
+                f"{kind.__name__}.state_dict() has {', '.join(repr(key) for key in sorted(beside, key=str))} beside its state and groups, which"
+                " a checkpoint would lose: keep it in a group, or save it as an extra"
+            )
 
 
 def collect(
     optimizer: torch.optim.Optimizer, steps: optim.Whole | optim.Pieces, names: dict[int, str], rank: int
 ) -> Outer:
     """The optimizer's state, by the parameters' names; of pieces where this rank holds pieces."""
+    _check_whole(optimizer, names)
     tensors: list[OuterTensor] = []
     values: dict[str, dict[str, Any]] = {}
     groups = []
@@ -208,15 +243,23 @@ def collect(
         for parameter, name in zip(group["params"], members, strict=True):
             state, begin = steps.state_of(parameter)
             for key, value in state.items():
-                if not torch.is_tensor(value):
+                if isinstance(value, (list, dict)) or (steps.has_owners and not torch.is_tensor(value)):
+                    # A history, as LBFGS has; or what its owner alone knows.
+                    if steps.speaks_for(parameter, rank):
+                        inside = pack(value, f"'{key}' of '{name}'")
+                        tensors += [OuterTensor(Place.other, name, f"{key}/{inner}", one) for inner, one in inside]
+                elif not torch.is_tensor(value):
                     values.setdefault(name, {})[key] = _text(value, f"'{key}' of '{name}'")
                 elif begin is not None and value.dim() == 1:
                     tensors.append(OuterTensor(Place.piece, name, key, value, begin))
-                elif begin is None and value.shape == parameter.shape and not (value.dim() == 0 and key == "step"):
+                elif begin is None and value.shape == parameter.shape and not optim.is_number(key, value, parameter):
                     tensors.append(OuterTensor(Place.whole, name, key, value))
                 elif steps.speaks_for(parameter, rank):
                     tensors.append(OuterTensor(Place.other, name, key, value))
-    text = json.dumps({"class": type(optimizer).__name__, "groups": groups, "values": values})
+    # What it keeps of no parameter in particular.
+    general = [[_text(key, "a key of the optimizer's state"), _text(value, f"'{key}' of the optimizer's state")]
+        for key, value in optimizer.state.items() if not torch.is_tensor(key)]  # fmt: skip
+    text = json.dumps({"class": type(optimizer).__name__, "groups": groups, "values": values, "general": general})
     return Outer(tensors, text)
 
 
@@ -249,8 +292,17 @@ def restore(
     """Gives the optimizer what was saved; ``check`` has said that it fits."""
     saved = json.loads(outer.text)
     states: dict[str, dict[str, Any]] = {}
+    packed: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {
+        (one.parameter, one.key.removesuffix(_PACKED)): [] for one in outer.tensors if one.key.endswith(_PACKED)
+    }
     for one in outer.tensors:
-        states.setdefault(one.parameter, {})[one.key] = one
+        key, _, inner = one.key.rpartition("/")
+        if (one.parameter, key) in packed:
+            packed[one.parameter, key].append((inner, one.value))
+        else:
+            states.setdefault(one.parameter, {})[one.key] = one
+    for (name, key), inside in packed.items():
+        states.setdefault(name, {})[key] = unpack(inside)
     for name, values in saved["values"].items():
         states.setdefault(name, {}).update({key: _value(text) for key, text in values.items()})
     for group, words_of_group in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -258,11 +310,15 @@ def restore(
         on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
             state: dict[str, Any] = {}
-            begin = 0
+            begin: int | None = 0
             for key, value in states.get(names[id(parameter)], {}).items():
                 if isinstance(value, OuterTensor):
-                    begin = max(begin, value.begin)
+                    begin = None if value.place == Place.whole or begin is None else max(begin, value.begin)
                     stays = value.place == Place.other and not on_device
                     value = value.value if stays else value.value.to(parameter.device)
                 state[key] = value
             steps.set_state(parameter, state, begin)
+    for key in [key for key in optimizer.state if not torch.is_tensor(key)]:
+        del optimizer.state[key]
+    for key, text in saved.get("general", []):
+        optimizer.state[_value(key)] = _value(text)

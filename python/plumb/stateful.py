@@ -222,7 +222,7 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
             for key, value in found.items():
                 if not torch.is_tensor(value):
                     values.setdefault(name, {})[key] = _save._text(value, f"'{key}' of '{name}'")
-                elif value.dim() == 0 and (key == "step" or parameter.dim() > 0):
+                elif optim.is_number(key, value, parameter):
                     state.setdefault(name, {})[key] = Shards.of_whole(value)
                 elif begin is None and isinstance(steps, optim.Pieces):
                     first, last = engine._engine.updated_range(parameter)
@@ -330,7 +330,7 @@ def _restore(engine: "Engine", given: dict[str, Any], run: dict[str, Any]) -> No
             for key, held in given["optim"]["state"].get(name, {}).items() if name not in run["without"] else ():
                 if key == "master" and pieces and parameter.dtype != torch.float32:
                     continue  # the engine's
-                if held.dim() == 0 and (key == "step" or parameter.dim() > 0):
+                if optim.is_number(key, held, parameter):
                     value = held.parts[0]
                     state[key] = value.to(parameter.device) if on_device else value
                 elif pieces:

@@ -6,6 +6,8 @@
 #include "engine/loading.h"
 #include "engine/refill.h"
 #include "engine/saving.h"
+#include "engine/weights.h"
+#include "grad/mode.h"
 
 namespace plumb::python {
 namespace {
@@ -52,13 +54,13 @@ std::vector<Extra> extras_of(const ExtraWords& words) {
 
 std::string save(EngineObject& self, const std::string& folder, int64_t samples, int64_t keep, bool background,
                  const ExtraWords& extras, const std::optional<Outer>& outer, const std::vector<std::string>& leave_out,
-                 const NamedTensors& generators) {
+                 const NamedTensors& generators, const std::string& refusal) {
   Engine& engine = *self;
   const SaveOptions options{samples, keep, extras_of(extras), leave_out};
   py::gil_scoped_release released;
   auto& saving = engine.impl().saving;
   if (!saving) saving = std::make_shared<Saving>(engine.impl());
-  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no, generators);
+  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no, generators, refusal);
   return background ? "" : saving->finish();
 }
 
@@ -142,7 +144,7 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
       .def("apply", &Loading::apply, no_gil());
   engine
       .def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a, "leave_out"_a,
-           "generators"_a)
+           "generators"_a, "refusal"_a)
       .def(
           "finish_save", [](EngineObject& self) { return (*self).finish_save(); }, no_gil())
       .def(
@@ -158,10 +160,12 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
           "path"_a, "strict"_a, "extras"_a, "outer"_a, py::keep_alive<0, 1>())
       .def(
           "load_weights",
-          [](EngineObject& self, const std::string& path, bool strict) {
-            return (*self).load_weights(path, {strict, {}});
+          [](EngineObject& self, const std::string& path, bool strict, const std::set<std::string>& passing) {
+            const TrainingMode training;
+            (*self).finish_save();
+            return load_weights((*self).impl(), path, {strict, {}}, passing);
           },
-          "path"_a, "strict"_a, no_gil())
+          "path"_a, "strict"_a, "passing"_a, no_gil())
       .def("slots", &slots, no_gil())
       .def(
           "all_slots", [](EngineObject& self) { return words_of(all_slots((*self).impl())); }, no_gil())

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstring>
@@ -93,6 +94,18 @@ at::Tensor read_whole(const Checkpoint& checkpoint, const SavedTensor& tensor) {
   return tensor.strides.empty() ? flat.view(tensor.shape) : flat.as_strided(tensor.shape, tensor.strides).contiguous();
 }
 
+// PATH is one, or a folder of them: then its newest complete one, and whatever newer ones are damaged is told.
+std::string chosen(const std::string& path, int64_t* damaged = nullptr) {
+  std::vector<std::string> skipped;
+  const std::string found = save::newest_of(path, &skipped);
+  for (const std::string& why : skipped) {
+    std::fprintf(stderr, "plumb: a newer checkpoint than '%s' is passed over: %s\n", printable(found).c_str(),
+                 printable(why).c_str());
+  }
+  if (damaged != nullptr) *damaged += static_cast<int64_t>(skipped.size());
+  return found;
+}
+
 int list(const std::string& root) {
   if (!save::is_folder(root)) throw Error("'" + root + "' is no folder");
   for (const save::Named& named : save::checkpoints_in(root)) {
@@ -112,7 +125,7 @@ int list(const std::string& root) {
 }
 
 int inspect(const std::string& path) {
-  const Checkpoint one(save::newest_of(path));
+  const Checkpoint one(chosen(path));
   const save::Manifest& manifest = one.manifest();
   std::printf("%s: step %lld, %lld samples\n", one.path().c_str(), static_cast<long long>(manifest.step),
               static_cast<long long>(manifest.samples));
@@ -130,8 +143,9 @@ int inspect(const std::string& path) {
 }
 
 int verify(const std::vector<std::string>& paths) {
+  int64_t damaged = 0;
   for (const std::string& path : paths) {
-    const Checkpoint one(save::newest_of(path));
+    const Checkpoint one(chosen(path, &damaged));
     Progress progress("verifying", bytes_of(one.manifest()));
     for (const SavedTensor& tensor : one.manifest().tensors) {
       one.verify(tensor);
@@ -140,7 +154,7 @@ int verify(const std::vector<std::string>& paths) {
     std::printf("%s: %zu tensors, %s, all as they were saved\n", one.path().c_str(), one.manifest().tensors.size(),
                 report::human_bytes(bytes_of(one.manifest())).c_str());
   }
-  return 0;
+  return damaged > 0 ? 1 : 0;
 }
 
 // Empty: the same bits.
@@ -158,8 +172,22 @@ std::string difference(const Checkpoint& a, const SavedTensor& mine, const Check
                   "; the first is element ", first, ": ", x[first].item(), " and ", y[first].item());
 }
 
+// Of two texts of JSON: the members where they begin to differ.
+std::string first_difference(const std::string& mine, const std::string& theirs) {
+  constexpr size_t kMost = 60;
+  const auto at =
+      static_cast<size_t>(std::mismatch(mine.begin(), mine.end(), theirs.begin(), theirs.end()).first - mine.begin());
+  const size_t before = at == 0 ? std::string::npos : mine.find_last_of(",{[", at - 1);
+  const size_t begin = before == std::string::npos ? 0 : before + 1;
+  const auto member = [&](const std::string& text) {
+    const size_t end = text.find_first_of(",}]", std::min(text.size(), std::max(begin, at)));
+    return text.substr(begin, std::min(kMost, end == std::string::npos ? end : end - begin));
+  };
+  return member(mine) + " and " + member(theirs);
+}
+
 int diff(const std::string& left, const std::string& right) {
-  const Checkpoint a(save::newest_of(left)), b(save::newest_of(right));
+  const Checkpoint a(chosen(left)), b(chosen(right));
   std::map<std::string, const SavedTensor*> others;
   for (const SavedTensor& tensor : b.manifest().tensors) others[tensor.title()] = &tensor;
   int differ = 0;
@@ -172,6 +200,11 @@ int diff(const std::string& left, const std::string& right) {
   }
   if (a.manifest().samples != b.manifest().samples) {
     note("the sample cursor", c10::str(a.manifest().samples, " and ", b.manifest().samples));
+  }
+  // The order of the buckets is no difference of what was learned.
+  for (const char* key : {"optimizer", "lr", "group_lrs", "loss_scale", "updates", "outer", "extras"}) {
+    const std::string mine = said(a.manifest().engine, key), theirs = said(b.manifest().engine, key);
+    if (mine != theirs) note(c10::str("setting '", key, "'"), first_difference(mine, theirs));
   }
   Progress progress("comparing", bytes_of(a.manifest()));
   for (const SavedTensor& tensor : a.manifest().tensors) {
@@ -206,13 +239,13 @@ std::string plain_file(const std::string& name) {
 
 int consolidate(const std::string& path, const std::string& named) {
   const std::string target = plain_file(named);
-  const Checkpoint one(save::newest_of(path));
-  std::vector<const SavedTensor*> chosen;
+  const Checkpoint one(chosen(path));
+  std::vector<const SavedTensor*> tensors;
   std::vector<save::TensorInFile> places;
   int64_t total = 0;
   for (const SavedTensor& tensor : one.manifest().tensors) {
     if (tensor.kind != Kind::weight && tensor.kind != Kind::buffer) continue;
-    chosen.push_back(&tensor);
+    tensors.push_back(&tensor);
     places.push_back({tensor.name, tensor.dtype, tensor.shape});
     total += bytes_of(tensor);
   }
@@ -224,7 +257,7 @@ int consolidate(const std::string& path, const std::string& named) {
     const std::string head = save::header_of(places, {{"format", "pt"}});
     file.write(head.data(), head.size());
     Progress progress("writing", total);
-    for (const SavedTensor* tensor : chosen) {
+    for (const SavedTensor* tensor : tensors) {
       const at::Tensor value = read_whole(one, *tensor);
       file.write(value.const_data_ptr(), value.nbytes());
       progress.add(bytes_of(*tensor));
@@ -239,12 +272,12 @@ int consolidate(const std::string& path, const std::string& named) {
   }
   const std::string folder = std::filesystem::path(target).parent_path().string();
   save::sync_folder(folder.empty() ? "." : folder);
-  std::printf("%s: %zu tensors, %s\n", named.c_str(), chosen.size(), report::human_bytes(total).c_str());
+  std::printf("%s: %zu tensors, %s\n", named.c_str(), tensors.size(), report::human_bytes(total).c_str());
   return 0;
 }
 
 int reshard(const std::string& path, const std::string& target, int64_t ranks) {
-  const Checkpoint one(save::newest_of(path));
+  const Checkpoint one(chosen(path));
   save::NewCheckpoint made(target);
   save::Manifest& manifest = made.manifest();
   manifest = one.manifest();

@@ -34,6 +34,7 @@ int64_t Checkpoints::resume() {
   }
   if (from.empty()) return 0;
   const LoadInfo info = engine_.load(from);
+  engine_.set_lr(settings_.lr);  // as every other flag, it counts as it is given
   if (world.rank() == 0 && !settings_.quiet && !settings_.json) {
     std::fprintf(stderr, "plumb: goes on from '%s' (step %lld)\n", info.path.c_str(),
                  static_cast<long long>(info.step));

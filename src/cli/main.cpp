@@ -1,9 +1,10 @@
-// The program: reads its words, and turns every error into one line and an exit code.
+// The program: reads its words, and turns every error into one message and an exit code.
 #include <c10/util/Logging.h>
 #include <torch/torch.h>
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -59,16 +60,24 @@ constexpr const char* kHelp =
     "\n"
     "Exit codes: 0 done, 1 failed, 2 wrong flag or value, 130 stopped by Ctrl-C.\n";
 
-// One line, whatever the library said: its stack traces help nobody here.
-std::string first_line(const std::string& text) {
-  std::string line = text.substr(0, text.find('\n'));
-  return line.rfind("plumb: ", 0) == 0 ? line : "plumb: " + line;
+// What fits on a screen (an Error may end with a table), whatever the library said: its stack traces help nobody here.
+std::string for_people(const std::string& text) {
+  constexpr int kMost = 20;
+  const std::string whole = text.substr(0, text.find("\nException raised from "));
+  size_t end = 0;
+  for (int lines = 0; lines < kMost && end != std::string::npos; ++lines) end = whole.find('\n', end + 1);
+  std::string shown = whole.substr(0, end);
+  while (shown.ends_with('\n')) shown.pop_back();
+  const auto more =
+      end == std::string::npos ? 0 : std::count(whole.begin() + static_cast<int64_t>(end) + 1, whole.end(), '\n');
+  if (more > 0) shown += "\n… and " + std::to_string(more) + " more";
+  return shown.rfind("plumb: ", 0) == 0 ? shown : "plumb: " + shown;
 }
 
 enum class Cause { own, another };
 
 void say_error(const std::string& text, Cause cause = Cause::own) {
-  const std::string line = first_line(text);
+  const std::string line = for_people(text);
   if (error_fd() >= 0) {
     const std::string word = (cause == Cause::another ? std::string(1, kConsequence) : "") + line;
     if (write(error_fd(), word.data(), word.size()) == static_cast<ssize_t>(word.size())) return;

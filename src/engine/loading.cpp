@@ -189,8 +189,8 @@ void Loading::compare(OuterState outer) {
     if (tensor.kind == Kind::optimizer && tensor.shape != found->second.sizes().vec()) {
       mismatch(Mismatch::Kind::reshaped, tensor.title(), described(tensor.dtype, tensor.shape),
                c10::str(found->second.sizes()));
-    } else if (impl_.updater->is_users() && !trained.contains(tensor.name)) {
-      mismatch(Mismatch::Kind::extra, tensor.title(), described(tensor.dtype, tensor.shape), "frozen");
+    } else if (mismatched("weight '" + tensor.name + "'")) {  // as of another dtype: one without the other is neither
+      mismatch(Mismatch::Kind::reshaped, tensor.title(), described(tensor.dtype, tensor.shape), "no such weight");
     } else {
       outers_.push_back(&tensor);
     }
@@ -281,8 +281,9 @@ void Loading::read() {
       continue;
     }
     const at::Tensor& parameter = parameters.at(saved->name);
-    one.place = pieces ? OuterTensor::Place::piece : OuterTensor::Place::whole;
-    if (!pieces) {
+    const bool cut = pieces && sinks.contains(saved->name);  // what nobody trains is whole everywhere
+    one.place = cut ? OuterTensor::Place::piece : OuterTensor::Place::whole;
+    if (!cut) {
       one.value = view_in(read_slot(reads, *checkpoint_, *saved, parameter, 0, parameter.numel()), 0, parameter);
       continue;
     }

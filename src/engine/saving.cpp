@@ -149,11 +149,17 @@ std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Out
   };
   for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
     if (slot.kind == Kind::weight && left_out.contains(slot.name)) continue;
-    const at::Tensor memory = slot.memory.defined() ? slot.memory : slot.owner.detach().contiguous().view({-1});
+    const bool buffer = slot.kind == Kind::buffer;
+    if (buffer && rank != 0) continue;  // rank 0's count, and another's may differ until the next step
+    const at::Tensor memory = slot.memory.defined() ? slot.memory : plain(slot.owner).contiguous().view({-1});
     // The memory of an optimizer of ours is in nobody else's reach.
     const bool ours = slot.kind == Kind::optimizer && !impl_.updater->is_users();
     add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded,
         ours ? Item::ChangedBy::step : Item::ChangedBy::anybody);
+    if (buffer) {
+      own.push_back(std::move(replicated.back()));
+      replicated.pop_back();
+    }
   }
   const auto add_own = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& value) {
     if (!value.defined() || value.layout() != at::kStrided || value.is_quantized()) {
@@ -258,13 +264,14 @@ save::Manifest Saving::manifest(const SaveOptions& options, const Outer* outer) 
 Where Saving::here(const std::string& what) const { return impl_.reducer->here(Where::Kind::step, what); }
 
 // Rank 0 makes room on the disk, and everybody sees it: where the files go.
-std::string Saving::prepare(const std::string& folder, const SaveOptions& options) {
+std::string Saving::prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal) {
   writer_ = nullptr;
   const std::string steps = std::to_string(impl_.reducer->steps()), samples = std::to_string(options.samples);
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
     impl_.reducer->check_between_steps("save()");
     if (impl_.in_step) throw Error("save() inside of a step; end_step() ends it");
+    if (!refusal.empty()) throw Error(refusal);
     if (options.samples < 0 || options.keep < 0) {
       throw Error("save() with samples " + std::to_string(options.samples) + " and keep " +
                   std::to_string(options.keep) + "; both must be at least 0");
@@ -320,14 +327,14 @@ std::string Saving::begin_files(const std::string& folder) {
 }
 
 void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
-                   const NamedTensors& generators) {
+                   const NamedTensors& generators, const std::string& refusal) {
   advance(Wait::yes);
   saved_.clear();
   // A folder for each checkpoint would hold a file open for each.
   std::erase_if(writers_, [this](const auto& entry) { return entry.second.get() != writer_; });
   folder_ = folder;
   root_ = absolute(folder);
-  const std::string path = prepare(root_, options);
+  const std::string path = prepare(root_, options, refusal);
   keep_ = options.keep;
   Taken taken;
   // From here on a failure is this rank's word when the ranks speak next.

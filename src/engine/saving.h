@@ -44,9 +44,10 @@ class Saving {
 
   // All are collective, and throw on every rank. Ends an earlier one first. With Copy::yes the snapshot is what the engine
   // is now, whatever it trains meanwhile; with Copy::no nothing may change before finish().
-  // `generators`: states of this rank's random generators beside torch's, as bytes by name.
+  // `generators`: states of this rank's random generators beside torch's, as bytes by name. `refusal`: why this rank's outer
+  // optimizer does not give its state; empty: it does.
   void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
-             const NamedTensors& generators = {});
+             const NamedTensors& generators = {}, const std::string& refusal = "");
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
   // The engine may change its own memory: what is under way has a copy of all of it.
@@ -69,7 +70,7 @@ class Saving {
   std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
   save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;
-  std::string prepare(const std::string& folder, const SaveOptions& options);
+  std::string prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal);
   std::string begin_files(const std::string& folder);
   void advance(Wait wait);
   void go_on(Wait wait);

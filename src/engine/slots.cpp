@@ -22,10 +22,10 @@ constexpr Spelling kSpellings[] = {
     {at::kFloat8_e5m2, "F8_E5M2"},
 };
 
-// All elements in the order of memory; undefined where there are gaps between them.
+// All elements in the order of memory; undefined where there are gaps between them, or other numbers lie there.
 at::Tensor flat_of(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach();
-  if (!plain.is_non_overlapping_and_dense()) return {};
+  if (!plain.is_non_overlapping_and_dense() || plain.is_conj() || plain.is_neg()) return {};
   return plain.as_strided({plain.numel()}, {1}, plain.storage_offset());
 }
 
@@ -56,7 +56,7 @@ at::ScalarType dtype_of(const std::string& name) {
 }
 
 std::vector<int64_t> SavedSlot::strides() const {
-  if (owner.is_contiguous() || !owner.is_non_overlapping_and_dense()) return {};
+  if (owner.is_contiguous() || !owner.is_non_overlapping_and_dense() || owner.is_conj() || owner.is_neg()) return {};
   return owner.strides().vec();
 }
 

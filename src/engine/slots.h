@@ -14,8 +14,9 @@ namespace plumb {
 struct SavedSlot {
   save::Kind kind = save::Kind::weight;
   std::string name, key;
-  at::Tensor owner;   // of the shape, dtype and device
-  at::Tensor memory;  // flat: elements [begin, end) in the order of memory; undefined: `owner` has gaps and is copied
+  at::Tensor owner;  // of the shape, dtype and device
+  at::Tensor
+      memory;  // flat: elements [begin, end) in the order of memory; undefined: `owner` has gaps, or is a view of other numbers, and is copied
   int64_t begin = 0, end = 0;
   bool sharded = false;  // over the mesh's shard axis; otherwise every rank holds all of it
 

@@ -5,6 +5,7 @@
 #include "engine/impl.h"
 #include "engine/not_finite.h"
 #include "engine/saving.h"
+#include "engine/slots.h"
 #include "grad/mode.h"
 #include "nn/groups.h"
 #include "watch/road.h"
@@ -12,6 +13,17 @@
 #include "watch/timeline.h"
 
 namespace plumb {
+namespace {
+
+// What this rank holds of the first parameter that it holds anything of.
+at::Tensor first_held(Engine::Impl& impl) {
+  for (const SavedSlot& slot : slots_of(impl, {})) {
+    if (slot.kind == save::Kind::weight && slot.memory.defined() && slot.memory.numel() > 0) return slot.memory;
+  }
+  return impl.parameters[0].second;
+}
+
+}  // namespace
 
 StepInfo Engine::Impl::begin_step() {
   nn::raise_complaint(world.rank());
@@ -66,7 +78,7 @@ StepInfo Engine::Impl::begin_step() {
 void Engine::Impl::end_step() {
   in_step = false;
   road_of(world).pass(Point::publish);
-  if (strikes::flips(world.rank(), Point::publish)) flip_a_bit(parameters[0].second);
+  if (strikes::flips(world.rank(), Point::publish)) flip_a_bit(first_held(*this));
   std::vector<bool> active;
   for (const Sink& sink : reducer->sinks()) {
     active.push_back(!skipped && sink.grad().defined());

@@ -84,7 +84,8 @@ class WeightSource {
 
 }  // namespace
 
-LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options) {
+LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options,
+                      const std::set<std::string>& passing) {
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load_weights()");
   LoadInfo info;
@@ -102,6 +103,7 @@ LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOpt
         for (const SavedSlot& slot : slots_of(impl, {})) {
           known.insert(slot.name);
           const auto* shape = source->shape(slot.name);
+          if (shape == nullptr && passing.contains(slot.name)) continue;
           if (shape == nullptr) {
             info.mismatches.push_back(
                 {Mismatch::Kind::missing, title_of(slot), "", c10::str(at::IntArrayRef(slot.shape()))});
@@ -111,7 +113,8 @@ LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOpt
           } else {
             const at::Tensor whole = source->read(slot.name);
             const at::Tensor flat = at::empty({slot.owner.numel()}, whole.options().dtype(slot.owner.scalar_type()));
-            view_in(flat, 0, slot.owner).copy_(whole);
+            // In the order of its memory, or where it is copied, of its shape.
+            (slot.memory.defined() ? view_in(flat, 0, slot.owner) : flat.view(slot.shape())).copy_(whole);
             fillings.push_back({slot, flat.narrow(0, slot.begin, slot.end - slot.begin).clone()});
           }
         }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <limits>
 
 #include "plumb/error.h"
 
@@ -28,7 +29,8 @@ std::optional<Named> read_name(const std::string& root, const std::string& name)
   const std::string_view text = name;
   const auto number = number_in(text.substr(begin.size(), cut - begin.size()));
   const auto step = number_in(text.substr(cut + middle.size()));
-  if (!number || !step) return std::nullopt;
+  if (!number || !step || *number == std::numeric_limits<int64_t>::max())
+    return std::nullopt;  // the next has a number, too
   return Named{*number, *step, root + "/" + name};
 }
 
@@ -40,6 +42,7 @@ std::string padded(int64_t number) {
 std::string prepared(const std::string& root) {
   if (root.empty()) throw Error("the folder for checkpoints has no name");
   make_folder(root);
+  if (is_checkpoint(root)) throw Error("'" + root + "' is a checkpoint itself; name the folder that it lies in");
   return root;
 }
 

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -15,6 +16,7 @@ namespace plumb::test {
 
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 
 Words steady(const Words& more) {
@@ -230,6 +232,58 @@ TEST(Checkpoint, WhatIsDamagedIsToldAndNotBegunOver) {
   EXPECT_THAT(none.err, HasSubstr("of the checkpoints in '" + folder + "' none is complete: the manifest of '"));
   EXPECT_THAT(none.err, HasSubstr("--resume never starts from nothing"));
   EXPECT_EQ(again({"--resume", "never"}).last()["resumed_from_step"], 0);
+}
+
+// Not by a line that ends where the table begins.
+TEST(Checkpoint, WhatDoesNotFitIsToldInATable) {
+  const Scratch scratch;
+  const Words saved = {"--steps", "2", "--questions", "8", "--checkpoint", scratch.path("saved")};
+  EXPECT_EQ(run(tiny(saved)).code, 0);
+  for (const std::string ranks : {"1", "2"}) {
+    Words words = saved;
+    words.insert(words.end(), {"--width", "32", "--ranks", ranks});
+    const Result refused = run(tiny(words));
+    EXPECT_EQ(refused.code, 1);
+    EXPECT_THAT(refused.err, HasSubstr("does not fit this engine, and nothing was loaded"));
+    EXPECT_THAT(refused.err,
+                HasSubstr("\nreshaped  weight 'blocks.0.attention_norm.bias'  saved F32 [16]  here F32 [32]\n"));
+    EXPECT_THAT(refused.err, ContainsRegex("\n… and [0-9]+ more\n"));
+    EXPECT_LT(std::count(refused.err.begin(), refused.err.end(), '\n'), 25);
+  }
+}
+
+TEST(Checkpoint, TheRateIsTheOneThatIsGiven) {
+  const Scratch scratch;
+  const auto go_on = [&](const Words& more) {
+    Words words = {"--json", "--questions", "8", "--warmup", "0", "--checkpoint", scratch.path("saved")};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(tiny(words));
+  };
+  EXPECT_EQ(go_on({"--steps", "2"}).code, 0);
+  const Result result = go_on({"--steps", "3", "--lr", "0.25"});
+  EXPECT_EQ(result.last()["resumed_from_step"], 2) << result.err;
+  EXPECT_GT(nlohmann::json::parse(result.lines()[0])["lr"].get<double>(), 0.01);
+}
+
+// The tool says what it passes over, and two checkpoints that go on differently are not the same.
+TEST(Checkpoint, TheToolTellsOfDamageAndOfSettings) {
+  const Scratch scratch;
+  torch::nn::Linear model(2, 2);
+  Engine engine(World(), *model, SGD{.lr = 0.5});
+  const std::string folder = scratch.path("a"), first = engine.save(folder);
+  engine.set_lr(0.25);
+  const std::string second = engine.save(folder);
+  const Result differs = run({"checkpoint", "diff", first, second});
+  EXPECT_EQ(differs.code, 1);
+  EXPECT_THAT(differs.out, HasSubstr("setting 'lr': 0.5 and 0.25"));
+  std::filesystem::resize_file(second + "/manifest.json", 100);
+  const Result verified = run({"checkpoint", "verify", folder});
+  EXPECT_EQ(verified.code, 1);
+  EXPECT_THAT(verified.err, HasSubstr("a newer checkpoint than '" + first + "' is passed over: the manifest of '"));
+  EXPECT_THAT(verified.out, HasSubstr("all as they were saved"));
+  const Result inspected = run({"checkpoint", "inspect", folder});
+  EXPECT_EQ(inspected.code, 0);
+  EXPECT_THAT(inspected.err, HasSubstr("is passed over"));
 }
 
 // The tool takes the place of a plain file alone, and leaves nothing of what failed.

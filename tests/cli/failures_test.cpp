@@ -148,6 +148,11 @@ TEST(Verify, NamesTheRankWhoseStateDiffers) {
   EXPECT_EQ(result.code, 1);
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("step 2: "), HasSubstr("is not the same on every rank: rank 2 holds other bits")));
+  // A shard has replicas, too; of two that differ nobody knows which is right.
+  const Result sharded = run(steady({"--ranks", "4", "--strategy", "hsdp", "--verify", "3"}),
+                             {{"PLUMB_FAULT", "rank=2,point=publish:1,kind=flip"}});
+  EXPECT_EQ(sharded.code, 1);
+  EXPECT_THAT(sharded.err, AllOf(HasSubstr("step 2: "), HasSubstr("is not the same on every rank")));
 }
 
 }  // namespace

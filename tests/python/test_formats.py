@@ -238,9 +238,21 @@ def test_damaged_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     broken(lambda f: torch.save({"module": {}}, f / model), "says nothing of")
     broken(lambda f: (f.parent / "latest").write_text("../../.."), "expected the name of a folder")
     broken(lambda f: (f.parent / "latest").write_text("missing"), "is no folder")
+    (tmp_path / "junk.safetensors").write_bytes(b"nothing")
     for source in ("plumb", "dcp", "safetensors", "deepspeed"):
-        assert main(["--from", source, "--to", "plumb", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 1
-        assert "plumb: " in capsys.readouterr().err
+        for path in ("nowhere", "junk.safetensors"):
+            assert main(["--from", source, "--to", "plumb", str(tmp_path / path), str(tmp_path / "new")]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith("plumb: ") and said.count("plumb: ") == 1 and said.count("\n") == 1
+    for target in ("plumb", "dcp", "safetensors", "deepspeed"):
+        words = ["--from", "deepspeed", "--to", target, str(REAL / "stage2-bf16"), str(tmp_path / "junk.safetensors" / "new")]
+        assert main(words) == 1 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_reads_the_universal_folder_that_it_wrote(tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    assert main(["--from", "deepspeed", "--to", "deepspeed", str(REAL / "stage2-bf16"), new]) == 0
+    assert main(["--from", "deepspeed", "--to", "plumb", new, str(tmp_path / "ours")]) == 0
 
 
 def test_reads_the_checkpoints_of_engines_with_plumbs_own_optimizers(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ MAKES: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),  # keeps two numbers of each parameter, of one without dimensions too
 }
 
 
@@ -96,6 +97,7 @@ WAYS = [
     ("plumb.AdamW", "zero2", 4, "zero3", 2, True),
     ("plumb.AdamW", "zero1", 2, "zero2", 4, False),
     ("SGD", "zero3", 4, "zero2", 2, False),
+    ("NAdam", "ddp", 1, "zero1", 2, False),
 ]
 
 
@@ -108,6 +110,27 @@ def test_another_world_goes_on_with_the_same_bits(
     plumb.spawn(play, ranks, (optimizer, first, half, folder, "async" if optimizer == "AdamW" else "save", 3))
     for found in plumb.spawn(play, others, (optimizer, second, half, folder, "load", 6)):
         assert found == undisturbed
+
+
+def wide(folder: str) -> bool:
+    """An engine of f64 that has taken no step yet has room for state of f64."""
+    dist.init_process_group("gloo")
+    model, engine = build("AdamW", "ddp", False, torch.float64)
+    train(model, engine, 2)
+    dcp.save({"engine": engine}, checkpoint_id=folder)
+    train(model, engine, 4)
+    expected = ending(model, engine)
+    engine.close()
+    model, engine = build("AdamW", "ddp", False, torch.float64)
+    dcp.load({"engine": engine}, checkpoint_id=folder)
+    train(model, engine, 4)
+    same = ending(model, engine) == expected
+    engine.close()
+    return same
+
+
+def test_parameters_of_f64(tmp_path: Path) -> None:
+    assert plumb.spawn(wide, 1, (str(tmp_path / "all"),)) == [True]
 
 
 def refuses(folder: str) -> list[str]:

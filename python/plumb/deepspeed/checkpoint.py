@@ -124,9 +124,9 @@ def _checked(tag: str) -> str:
 # ---- loading
 
 
-def latest_in(folder: str | os.PathLike[str]) -> str | None:
+def latest_in(folder: str | os.PathLike[str], name: str = LATEST) -> str | None:
     """The tag that ``latest`` says; None where there is no such file."""
-    path = os.path.join(folder, LATEST)
+    path = os.path.join(folder, name)
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as file:

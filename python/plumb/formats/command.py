@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
             contents = with_masters(contents)
         where = write(words.target, words.new, contents, words.ranks, deepspeed=words.source == "deepspeed" and not words.bare)
     except (Error, OSError) as error:
-        print(f"plumb: {error}", file=sys.stderr)
+        print(f"plumb: {str(error).removeprefix('plumb: ')}", file=sys.stderr)
         return 1
     total = sum(entry.bytes for entry in contents.entries)
     print(f"{where}: {len(contents.entries)} tensors, {total / 1e6:.1f} MB, step {contents.step}")

@@ -177,6 +177,7 @@ def write(path: str, contents: Contents) -> str:
     """As ``dcp.save({"model": …, "optim": …})`` of ``get_state_dict`` writes it."""
     if os.path.exists(os.path.join(path, ".metadata")):
         raise Error(f"there is a checkpoint in '{path}' already")
+    os.makedirs(path, exist_ok=True)  # says why it cannot, in one line
     entries: dict[str, Entry] = {}
 
     def hollow(key: str, entry: Entry) -> torch.Tensor:

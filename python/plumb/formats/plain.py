@@ -20,7 +20,7 @@ SHARD_BYTES = 5_000_000_000  # as transformers cuts them
 
 def read(path: str) -> Contents:
     """A file, or a folder of them. Weights and buffers cannot be told apart: all are weights."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if os.path.isdir(path):
         index = os.path.join(path, INDEX)
@@ -35,7 +35,10 @@ def read(path: str) -> Contents:
     contents = Contents()
     known: set[str] = set()
     for source in sources:
-        opened: Any = safe_open(source, framework="pt")
+        try:
+            opened: Any = safe_open(source, framework="pt")
+        except SafetensorError as error:
+            raise Error(f"'{source}' is no safetensors file: {error}") from None
         for name in opened.keys():
             part = opened.get_slice(name)
             if name in known:

@@ -30,11 +30,12 @@ _OWN = {
     "ds_autoep_layers", "checkpoint_parallel_dimensions",
 }  # fmt: skip
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+UNIVERSAL = "latest_universal"
 Range = tuple[torch.Tensor, int, int]  # a flat tensor, and which of its elements
 
 
 def read(path: str, kind: str = "AdamW") -> Contents:
-    """A folder of a tag, or the one that ``latest`` in it names. ``kind``: the optimizer's class, which DeepSpeed does not save."""
+    """A folder of a tag, or the one that ``latest`` in it names, or ``latest_universal``. ``kind``: the optimizer's class, which DeepSpeed does not save."""
     folder = _folder(path)
     models, optims = _files(folder, "model_states"), _files(folder, "optim_states")
     if not models:
@@ -63,7 +64,7 @@ def read(path: str, kind: str = "AdamW") -> Contents:
 
 
 def _folder(path: str) -> str:
-    tag = latest_in(path) if os.path.isdir(path) else None
+    tag = latest_in(path) or latest_in(path, UNIVERSAL) if os.path.isdir(path) else None
     folder = path if tag is None else os.path.join(path, tag)
     if not os.path.isdir(folder):
         raise Error(f"'{folder}' is no folder")
@@ -403,5 +404,5 @@ def write(path: str, contents: Contents, ranks: int) -> str:
     files.write_pickle(os.path.join(folder, "mp_rank_00_model_states.pt"), words)
     for rank in range(ranks):
         files.write_pickle(os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"), words)
-    write_text(os.path.join(path, "latest_universal"), tag)
+    write_text(os.path.join(path, UNIVERSAL), tag)
     return folder
