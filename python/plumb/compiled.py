@@ -323,6 +323,8 @@ _safe_grad = _descriptions.safe_grad
 
 def _describable_grad(tensor: Any) -> Any:
     """The gradient that a compiler sees of a tensor: none that its description of the tensor cannot hold."""
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _install()
     if type(tensor) is torch.Tensor and _C.is_piece(tensor):
         _refuse_piece()
     grad = _safe_grad(tensor)
@@ -342,23 +344,12 @@ def _refuse_piece() -> None:
     )
 
 
-_begin = torch._guards.CompileContext.__init__
-
-
-def _begin_knowing(*args: Any, **options: Any) -> None:
-    """Before the first frame is traced: what it begins with may be a unit."""
-    torch._guards.CompileContext.__init__ = _begin  # type: ignore[method-assign]
-    _install()
-    _begin(*args, **options)
-
-
 def watch() -> None:
-    """From now on a compiler learns what it must before it looks at anything; until one does, this costs nothing."""
+    """From now on a compiler that looks at a tensor learns what it must; until one does, this costs nothing."""
     if "torch._dynamo.trace_rules" in sys.modules:
         _keep_out()
     if _descriptions.safe_grad is _describable_grad:
         return
-    torch._guards.CompileContext.__init__ = _begin_knowing  # type: ignore[method-assign]
     _descriptions.safe_grad = _describable_grad  # type: ignore[assignment]
     builder = sys.modules.get("torch._dynamo.variables.builder")
     if builder is not None:

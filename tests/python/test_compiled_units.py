@@ -14,7 +14,9 @@ FIRST = """
 import sys, torch, plumb
 from stage import Block, Net, distance, make, one_step, reference, trained
 
-def first(kind, how):
+def first(what):
+    kind = Net if what in ("model", "called") else Block
+    how = "in place" if what in ("blocks", "model") else "call"
     torch.set_num_threads(1)
     assert "torch._dynamo" not in sys.modules, "the test does not test what it should"
     model, twin = make(), make()
@@ -32,8 +34,7 @@ def first(kind, how):
         assert engine.gathered_bytes == 0
         return distance(engine, model, twin)
 
-kind, how = {"blocks": (Block, "in place"), "model": (Net, "in place"), "called": (Net, "call")}[sys.argv[1]]
-sys.stdout.write("far: %g" % max(plumb.spawn(first, 2, (kind, how), timeout=200)))
+sys.stdout.write("far: %g" % max(plumb.spawn(first, 2, (sys.argv[1],), timeout=200)))
 """
 
 
