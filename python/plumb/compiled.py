@@ -292,12 +292,29 @@ def _install() -> None:
             mine = get_hash_for_files((__file__, compiled_units.__file__))
             return None if None in theirs else (mine, deliver_inside, *theirs)
 
+    _break_at_backwards()
     compiled_units.install()
     config.post_grad_custom_post_pass = Deliveries()
     known = list_backends(exclude_tags=())
     for name, function in (("plumb", backend), ("plumb_aot_eager", aot_eager_backend)):
         if name not in known:
             register_backend(function, name=name)
+
+
+def _break_at_backwards() -> None:
+    """A backward that is traced into a graph (``trace_autograd_ops``) adds to ``.grad`` past every hook, and would be reduced by nobody."""
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def outside_of_graphs(*_: Any, **__: Any) -> None:
+        unimplemented(
+            gb_type="a backward inside of a graph",
+            context="plumb",
+            explanation="Gradients reach plumb's engines from autograd's own backwards; one that is part of a graph would not be reduced.",
+            hints=["Call backward() outside of the compiled function, or compile it without fullgraph=True."],
+        )
+
+    TensorVariable.method_backward = outside_of_graphs  # type: ignore[method-assign,assignment]
 
 
 _has_units = False
@@ -350,6 +367,8 @@ def watch() -> None:
         _keep_out()
     if _descriptions.safe_grad is _describable_grad:
         return
+    if "torch._dynamo.convert_frame" in sys.modules and getattr(torch._dynamo.config, "trace_autograd_ops", False):
+        torch._dynamo.reset_code_caches()  # graphs of before may have backwards inside
     _descriptions.safe_grad = _describable_grad  # type: ignore[assignment]
     builder = sys.modules.get("torch._dynamo.variables.builder")
     if builder is not None:

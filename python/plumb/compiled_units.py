@@ -116,6 +116,18 @@ def _make_again(graph: torch.fx.Graph, whole: set[torch.fx.Node]) -> None:
 # ---- what Dynamo sees of a unit
 
 
+def _skip_hooks() -> None:
+    """Of a compiled model that is a unit itself, torch calls the hooks before it traces anything: nothing is compiled of them.
+    (As ``skip_code`` of torch._dynamo, which takes long to import and may never be needed.)"""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for hook in (units._Enter, units._Leave):
+        frames.set_code_exec_strategy(hook.__call__.__code__, skip)
+
+
+_skip_hooks()
+
+
 def install() -> None:
     """From now on a unit that is traced into a whole graph leaves its mark there; elsewhere the graph breaks around it."""
     import torch._dynamo

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import pytest
 
 import plumb
 from plumb import compiled
-from stage import Play, make
+from stage import STEP, ZERO, Play, distance, make, reference, trained
 from test_compiled import AOT_EAGER, engine_for
 
 
@@ -106,6 +109,46 @@ def different_graphs() -> float:
 
 def test_ranks_may_compile_different_graphs() -> None:
     assert max(plumb.spawn(different_graphs, 2, timeout=100)) < 1e-10
+
+
+def backward_in_a_graph(strategy: str) -> tuple[float, str]:
+    """torch can trace a backward into a graph: run before the engine is there, beside an eager one, and where nothing may break."""
+    torch._dynamo.config.trace_autograd_ops = True
+    world = plumb.World.join(backend="shm", timeout=60)
+    model, twin = make(), make()
+
+    def run(play: Play, i: int) -> None:
+        play.backward(play.loss(i))
+
+    seen = torch.compile(run, backend="aot_eager")
+    seen(Play(model, 0, 1, 1.0), 0)
+    model.zero_grad()
+
+    def program(play: Play) -> Iterator[Any]:
+        for i in range(2):
+            play.backward(play.loss(i + 4))
+            (seen if play.engine is not None else run)(play, i)
+            yield STEP
+            yield ZERO
+
+    with engine_for(model, strategy, world) as engine:
+        trained(model, program, engine)
+        reference(twin, program, world.size, torch.optim.SGD(twin.parameters(), lr=0.1))
+        far = distance(engine, model, twin)
+        try:
+            torch.compile(run, backend="aot_eager", fullgraph=True)(Play(model, world.rank, 2, 1.0, engine), 0)
+        except RuntimeError as error:
+            return far, str(error)
+        return far, "nothing"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_backward_never_becomes_part_of_a_graph(strategy: str) -> None:
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        pytest.skip("this torch traces no backwards")
+    for far, told in plumb.spawn(backward_in_a_graph, 2, (strategy,), timeout=200):
+        assert far < 1e-10
+        assert "one that is part of a graph would not be reduced" in told, told
 
 
 def test_a_backend_that_nobody_knows_is_torchs_error() -> None:
