@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import fsdp_rows, optim
-from ._C import Error
 from .fsdp_unit import Engine
 from .sharded import Sharded, sharded_of
 
 
 class _Once:
-    """A closure's result. The ranks settle gradients once per step, so a closure is evaluated once."""
+    """A closure's result, for an optimizer that is known to ask for it first, and once."""
 
     def __init__(self, loss: Any) -> None:
-        self.loss, self.asked = loss, False
+        self.loss = loss
 
     def __call__(self) -> Any:
-        if self.asked:
-            raise Error(
-                "this optimizer evaluates its closure several times in one step; over sharded parameters it can do so once:"
-                " use one that does not (SGD, AdamW …), or plumb.Engine with strategy 'ddp'"
-            )
-        self.asked = True
         return self.loss
+
+
+class _Whenever:
+    """A closure for an optimizer that may ask for it at any time, and again: what it wrote before counts, and what it finds after is settled."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
+        self.optimizer, self.closure = optimizer, closure
+
+    def __call__(self) -> Any:
+        for engine in engines_of(self.optimizer):
+            engine.abandon()
+        with torch.enable_grad():
+            loss = self.closure()
+        for engine in engines_of(self.optimizer):
+            engine.begin_step(self.optimizer)
+        return loss
 
 
 def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
@@ -69,9 +79,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     closure, args, kwargs = optim._closure_of(args, kwargs)
     result = None
     if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-        result = (args[0], _Once(loss), *args[1:]), kwargs
+        wrapped: Callable[[], Any]
+        if optim.is_elementwise(optimizer):
+            with torch.enable_grad():
+                wrapped = _Once(closure())
+        else:
+            wrapped = _Whenever(optimizer, closure)
+        result = (args[0], wrapped, *args[1:]), kwargs
         engines = engines_of(optimizer)
     for engine in engines:
         engine.begin_step(optimizer)

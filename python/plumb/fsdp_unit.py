@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
 from . import _C, compiled, optim, replaced
-from .sharded import Sharded, ShardedParameter
+from .sharded import Sharded, ShardedParameter, something_to_train
 from .world import of_mesh, remember
 
 
@@ -49,6 +49,7 @@ class Unit:
         self.reduces = True  # its gradients, at the end of a backward
         self.door = _C.Door()
         self.held = False  # by unshard(), or from a forward to its backward
+        self._versions: list[int] = []  # of whole parameters, when this unit got them
         self.entered = 0
         self.engine: Engine | None = None  # of an outermost unit
         self._fsdp_param_groups: list[Any] = []
@@ -94,6 +95,8 @@ class Unit:
             for parameter in self.parameters:
                 parameter.check_places()
             self.door.enter()
+            if not self.reshards and not self.held and self.entered == 0:
+                self._versions = [leaf._version for leaf in self.leaves]
             self.entered += 1
             engine.stack.append(self)
             for parameter in self.parameters:
@@ -171,6 +174,8 @@ class Unit:
 
     def keep(self, engine: "Engine") -> None:
         engine.native.keep(self.leaves)
+        if self.entered == 0:
+            self._versions = [leaf._version for leaf in self.leaves]
         self.held = True
         for parameter in self.parameters:
             parameter.enter()
@@ -180,9 +185,18 @@ class Unit:
         if not self.held or engine is None:
             return
         self.held = False
+        if not engine.whole:
+            self._note_changes(engine)
         for parameter in self.parameters:
+            parameter.follow_freezing()
             parameter.leave()
         engine.native.drop(self.leaves)
+
+    def _note_changes(self, engine: "Engine") -> None:
+        """What was written into whole parameters is in a copy that nobody else sees. (Units that reshard are looked at where they end.)"""
+        for one, before in zip(self.parameters, self._versions, strict=True):
+            if one.leaf is not None and one.leaf._version != before:
+                engine.lost = f"'{one.places[0].name}' of a {type(one.places[0].module).__name__}"
 
 
 class _Cast:
@@ -214,6 +228,7 @@ class Engine:
         self.number = next(_numbers)  # the same on every rank
         self.stack: list[Unit] = []  # of forwards under way
         self.stepping = False
+        self.lost = ""  # a parameter that was changed where nobody else sees it
         self.parameters: list[Sharded] = []
         for unit in self.units:
             self.parameters += [one for one in unit.parameters if one not in self.parameters]
@@ -232,7 +247,8 @@ class Engine:
         options.cut = _C.Cut.at_rows
         options.hold_unsharded = True
         pairs = [(unit.door, unit.leaves) for unit in self.units if unit.parameters]
-        self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
+        with something_to_train([leaf for _, leaf in named]):
+            self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
         self.copied = [one for one in self.parameters if one.copies]
         self._watched: list[torch.Tensor] | None = None  # what the user may write into
         self._version = 0  # of all that, when every rank had it
@@ -319,12 +335,10 @@ class Engine:
                 unit.follow_places()
             self._exchanged = False
         self.publish()
+        self._check_nothing_lost()
         for one in self.parameters:
-            shown, leaf = one.sharded, one.leaf
-            assert leaf is not None
-            if leaf.requires_grad != shown.requires_grad:
-                leaf.requires_grad_(shown.requires_grad)
-            if one.factor != 1.0 or shown._post_accumulate_grad_hooks or one.hooks:
+            one.follow_freezing()
+            if one.factor != 1.0 or one.sharded._post_accumulate_grad_hooks or one.hooks:
                 self.look_at(one)
 
     def publish(self) -> None:
@@ -336,6 +350,15 @@ class Engine:
         for unit in self.units:
             unit.reshard()  # what it holds is of before
         self.native.shards_written()
+
+    def _check_nothing_lost(self) -> None:
+        lost, self.lost = self.lost, ""
+        if lost:
+            raise _C.Error(
+                f"parameter {lost} was changed while its module showed it whole (in a forward, or from there to the backward), and the change is"
+                " lost: that is a copy. Write into it before the forward, or after the backward (copy_ under torch.no_grad()); a module that"
+                " changes its own weight in its forward (nn.Embedding with max_norm) trains under plumb.DistributedDataParallel"
+            )
 
     def _remember_version(self) -> None:
         if self._watched is None:
@@ -411,6 +434,7 @@ class Engine:
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.abandon()
         self.reset()
+        self._check_nothing_lost()
         if self._newcomers is not None:
             self._newcomers.check()
         self.publish()

@@ -30,6 +30,8 @@ def named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
             " (module.named_parameters())"
         ) from None
     for name, tensor in result:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise Error(f"'{name}' is of a lazy module and has no shape yet; run one forward before the engine is built")
         if tensor.is_meta:
             raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
     return result

@@ -17,6 +17,8 @@ import torch
 
 from . import _C
 from ._C import Error
+from .optim_early import Early
+from .optim_trial import looks_at_others
 
 O = TypeVar("O", bound=type[torch.optim.Optimizer])
 
@@ -70,8 +72,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str) -> None:
-    """An Error if this optimizer cannot be honoured over these parameters."""
+def check(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str, one_by_one: bool = False
+) -> None:
+    """An Error if this optimizer cannot be honoured over these parameters. ``one_by_one``: the user says that it steps each by itself."""
     name = type(optimizer).__name__
     if getattr(optimizer, _CLOSED, False):
         _refuse()
@@ -79,6 +83,11 @@ def check(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]
         raise Error(
             f"{name} looks at all parameters together, and strategy '{strategy}' gives each rank some of them to step: use"
             " 'ddp', where every rank steps all"
+        )
+    if sharded and not one_by_one and not is_elementwise(optimizer) and looks_at_others(optimizer):
+        raise Error(
+            f"{name} updates a parameter by other parameters' gradients, too (a trial over small tensors showed that), and strategy '{strategy}'"
+            " gives each rank some of them to step: use 'ddp', where every rank steps all; to clip by the norm of all gradients, Engine(clip_norm=)"
         )
     known = {id(parameter) for _, parameter in named}
     for g, group in enumerate(optimizer.param_groups):
@@ -224,6 +233,7 @@ class Pieces:
         self.native, self.optimizer, self.whole, self.cuts = native, optimizer, whole, cuts
         self.place = {"rank": rank, "size": size}
         self.info: _C.StepInfo | None = None
+        self.early: Early | None = None  # until the optimizer asks for its closure
         self.leaf_of: dict[int, torch.Tensor] = {}  # by parameter
         self.begin_of: dict[int, int] = {}
         self.groups: list[list[torch.Tensor]] | None = None
@@ -245,11 +255,12 @@ class Pieces:
             return None
         self.abandon()
         closure, args, kwargs = _closure_of(args, kwargs)
-        result = None
+        result, early = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            result = (args[0], self._once(loss), *args[1:]), kwargs
+            early = None if is_elementwise(self.optimizer) else Early(type(self.optimizer).__name__)
+            result = (args[0], self._once(loss, early), *args[1:]), kwargs
         self.native.compare_settings(settings(self.optimizer, self.left))
         self.info = self.native.begin_step()
         self.stepping = not self.info.skipped
@@ -264,13 +275,18 @@ class Pieces:
             mine = piece.gradient is not None and not self._is_others(piece)
             leaf.grad = self._shaped(piece, piece.gradient) if mine and piece.gradient is not None else None
         self._swap_in()
+        if early is not None:
+            self.early = early
+            early.begin(list(self.leaf_of.values()))
         return result
 
-    def _once(self, loss: Any) -> Callable[[], Any]:
+    def _once(self, loss: Any, early: "Early | None") -> Callable[[], Any]:
         """The closure that the optimizer gets: its backward has run, and what is stepped now does not change under it."""
         calls = iter([loss])
 
         def closure() -> Any:
+            if early is not None:
+                early.end()
             for one in calls:
                 return one
             raise Error(
@@ -328,6 +344,9 @@ class Pieces:
         self._after()
 
     def _after(self) -> None:
+        if self.early is not None:  # its closure was never asked for
+            self.early.let_go()
+            self.early = None
         self._swap_out()
         if not self.stepping:
             return

@@ -7,8 +7,10 @@ leaf's: the DTensor's ``.grad`` reads and writes it.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +35,20 @@ def sharded_of(parameter: torch.Tensor) -> "Sharded | None":
     """Of what a parameter that was whole once is the leaf. Weakly: the engine keeps leaves, and must not keep itself."""
     known = getattr(parameter, "_plumb_sharded", None)
     return known() if isinstance(known, weakref.ref) else None
+
+
+@contextlib.contextmanager
+def something_to_train(leaves: list[torch.Tensor]) -> Iterator[None]:
+    """An engine refuses a model that is all frozen, as nobody means that; who shards one (a teacher) does, and may thaw it later."""
+    one = next((leaf for leaf in leaves if leaf.is_floating_point()), None)
+    if one is None or any(leaf.requires_grad for leaf in leaves):
+        yield
+        return
+    one.requires_grad_(True)
+    try:
+        yield
+    finally:
+        one.requires_grad_(False)
 
 
 class ShardedParameter(DTensor):
@@ -163,6 +179,7 @@ class Sharded:
         self._piece: torch.Tensor | None = None  # of the leaf's gradient
         self._shown: DTensor | None = None  # the same as the user sees it
         self._assigned: DTensor | None = None  # by the user, where there was no piece
+        self._trains = parameter.requires_grad  # what the leaf and the DTensor agreed about last
         self._hook: Any = None
         self.hooks: OrderedDict[int, Any] = OrderedDict()  # the user's own, over gradients of the leaf
         with torch.no_grad():
@@ -257,10 +274,20 @@ class Sharded:
                 self._hollow(device)
             if self.leaf.requires_grad != self.sharded.requires_grad:
                 self.leaf.requires_grad_(self.sharded.requires_grad)
+            self._trains = self.leaf.requires_grad
             if self.cut.shards > 1:
                 _C.keep_rows(self.leaf, self.cut.flat(self.local.to(self.compute)).contiguous(), self.cut.rank)
             else:
                 self.leaf.data = self.local if self.compute == self.dtype else self.local.to(self.compute)
+
+    def follow_freezing(self) -> None:
+        """Modules show the DTensor, or the leaf while their unit is kept whole: whichever was frozen or thawed, both are."""
+        assert self.leaf is not None
+        if self.leaf.requires_grad != self.sharded.requires_grad:
+            trains = not self._trains
+            self.leaf.requires_grad_(trains)
+            self.sharded.requires_grad_(trains)
+        self._trains = self.leaf.requires_grad
 
     def settle_in(self, memory: torch.Tensor) -> None:
         """The engine keeps the rows in ``memory`` from now on."""

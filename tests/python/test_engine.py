@@ -383,6 +383,7 @@ def test_says_what_is_wrong_with_its_arguments() -> None:
         ("clip_norm", lambda: plumb.Engine(model, clip_norm=-1.0)),
         ("reset_parameters", lambda: plumb.Engine(Unmade())),
         ("nothing to train", lambda: plumb.Engine(make().requires_grad_(False))),
+        ("'weight' is of a lazy module", lambda: plumb.Engine(torch.nn.LazyLinear(3))),
         ("matches no parameter", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"match": "xyz", "lr": 1.0}])),
         ("keys", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"lr": 1.0}])),
         ("learning rate", lambda: plumb.Engine(model, plumb.SGD(lr=-1.0))),

@@ -1,0 +1,102 @@
+"""plumb.fully_shard while a module shows whole parameters, from a forward on: what is frozen, thawed or written there; and models that are all frozen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plumb
+from sharding import Cases, mlps, plain_loss, reduce_gradients, same, shard
+
+case = Cases(2)
+
+
+def step_both(model: nn.Module, reference: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+    for one in (model, reference):
+        plain_loss(one, number).backward()
+    reduce_gradients(reference)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    model.reshard()  # type: ignore[operator]
+    same(reference, model)
+
+
+def both() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    model = mlps(count=2)
+    reference = copy.deepcopy(model)
+    plumb.fully_shard(model)
+    return model, reference, [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+
+
+@case
+def freezing_counts_after_a_forward_without_a_backward() -> None:
+    model, reference, optimizers = both()
+    step_both(model, reference, optimizers, 0)
+    for trains in (False, True, False, True):
+        plain_loss(model, 0)  # the outermost module shows whole parameters from here on
+        for one in (model, reference):
+            next(iter(one.children())).requires_grad_(trains)
+        step_both(model, reference, optimizers, 1)
+
+
+@case
+def freezing_counts_through_the_dtensors_too() -> None:
+    model, reference, optimizers = both()
+    step_both(model, reference, optimizers, 0)
+    shown = [list(one.parameters())[0] for one in (model, reference)]
+    for trains in (False, True):
+        plain_loss(model, 0)
+        for parameter in shown:
+            parameter.requires_grad_(trains)
+        step_both(model, reference, optimizers, 1)
+
+
+@case
+def a_model_that_is_all_frozen_runs_passes_gradients_on_and_trains_when_thawed() -> None:
+    teacher = mlps(count=2).requires_grad_(False)
+    reference = copy.deepcopy(teacher)
+    shard(teacher)
+    x = torch.randn(3, next(reference.parameters()).size(1), dtype=next(reference.parameters()).dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [one(value) for one, value in zip((teacher, reference), inputs, strict=True)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
+    for one in (teacher, reference):
+        one.requires_grad_(True)
+    step_both(teacher, reference, [torch.optim.SGD(one.parameters(), lr=0.1) for one in (teacher, reference)], 0)
+
+
+@case
+def what_is_written_into_whole_parameters_is_an_error() -> None:
+    model, _, (optimizer, _) = both()
+    plain_loss(model, 0)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    with pytest.raises(plumb.Error, match="weight.* was changed while its module showed it whole"):
+        plain_loss(model, 0).backward()
+        optimizer.step()
+    plain_loss(model, 0).backward()  # and the process goes on
+    optimizer.step()
+
+
+@case
+def a_weight_that_its_own_forward_changes_is_an_error() -> None:
+    torch.manual_seed(dist.get_world_size())
+    model = plumb.fully_shard(nn.Embedding(6, 4, max_norm=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.arange(6)).sum().backward()
+    with pytest.raises(plumb.Error, match="'weight' of a FSDPEmbedding was changed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", case.all)
+def test_on_two_ranks(name: str) -> None:
+    case.check(name)
