@@ -10,6 +10,7 @@
 
 #include "cli/support/program.h"
 #include "plumb/error.h"
+#include "slowness.h"
 #include "watch/road.h"
 #include "watch/strike.h"
 
@@ -20,7 +21,7 @@ namespace {
 using ::testing::HasSubstr;
 
 // A rank that is stopped is missed after this long; one that starts on a busy machine must not be.
-constexpr const char* kTimeout = "12";
+const std::string kTimeout = std::to_string(12 * patience);
 
 struct Fault {
   int rank;

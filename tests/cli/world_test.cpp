@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cli/support/program.h"
+#include "slowness.h"
 
 namespace plumb::test {
 
@@ -190,7 +191,8 @@ TEST(World, SaysWhenTheMastersPortIsInUse) {
 
 TEST(World, NamesTheRankThatDidNotJoinAndNoOther) {
   const int port = free_port();
-  const Words words = tiny({"--timeout", "6", "--backend", "gloo"});  // all three start well within
+  const Words words =
+      tiny({"--timeout", std::to_string(6 * patience), "--backend", "gloo"});  // all three start well within
   Program two(words, place(2, 4, port)), three(words, place(3, 4, port)), zero(words, place(0, 4, port));
   const Result first = zero.wait();
   expect_one_error_line(first, 1);

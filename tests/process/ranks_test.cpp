@@ -9,6 +9,7 @@
 #include <iostream>
 
 #include "scenarios/support/corpus.h"
+#include "slowness.h"
 #include "world/support/port.h"
 
 namespace plumb::scenarios {
@@ -25,7 +26,7 @@ int play_rank() {
   try {
     const std::string carrier = std::getenv(kBackend);
     if (carrier == "tcp") setenv("PLUMB_SHM", "0", 1);
-    const World world = World::join({.backend = carrier, .timeout = std::chrono::seconds(30)});
+    const World world = World::join({.backend = carrier, .timeout = std::chrono::seconds(30 * patience)});
     const Outcome found = play_on(world, scenario, std::getenv(kStrategy));
     const std::string wrong = difference(play_reference(scenario, world.size()), found, scenario.tolerance);
     if (wrong.empty()) return 0;

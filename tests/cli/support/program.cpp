@@ -17,6 +17,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "slowness.h"
+
 namespace plumb::test {
 
 namespace fs = std::filesystem;
@@ -120,7 +122,7 @@ bool Program::pump(int milliseconds) {
 }
 
 void Program::wait_for_lines(size_t count) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120 * patience);
   while (static_cast<size_t>(std::count(result_.out.begin(), result_.out.end(), '\n')) < count) {
     if (!pump(1000)) return;
     if (std::chrono::steady_clock::now() > deadline) {
@@ -135,7 +137,7 @@ void Program::wait_for_lines(size_t count) {
 void Program::signal(int number) const { kill(pid_, number); }
 
 Result Program::wait() {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(120 * patience);
   while (pump(1000)) {
     if (std::chrono::steady_clock::now() > deadline) {
       ADD_FAILURE() << "the program did not end; stdout:\n" << result_.out << "\nstderr:\n" << result_.err;

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "engine/impl.h"
+#include "slowness.h"
 #include "world/world_impl.h"
 
 namespace plumb::scenarios {
@@ -261,7 +262,7 @@ Outcome play_engine(const Scenario& scenario, int ranks, const std::string& stra
               Outcome mine = play_on(world, scenario, strategy, at::kCPU, dear);
               if (world.rank() == of) outcome = std::move(mine);
             },
-            {.timeout = std::chrono::seconds(20)});
+            {.timeout = std::chrono::seconds(20 * patience)});
   return outcome;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "slowness.h"
 #include "world/support/port.h"
 
 namespace plumb::testing {
@@ -26,9 +27,9 @@ class Process {
 
   void signal(int number) const;
   // Until `text` stands in the output; false when the process ended, or the limit passed, without it.
-  bool wait_for(const std::string& text, std::chrono::seconds limit = std::chrono::seconds(20));
+  bool wait_for(const std::string& text, std::chrono::seconds limit = std::chrono::seconds(20 * patience));
   // Exit code, or minus the signal that ended it; -1000 when it still ran at the limit.
-  int join(std::chrono::seconds limit = std::chrono::seconds(30));
+  int join(std::chrono::seconds limit = std::chrono::seconds(30 * patience));
   const std::string& output() const { return output_; }
   pid_t pid() const { return started_; }
   // What it was given by that name.

@@ -11,6 +11,7 @@
 
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "slowness.h"
 #include "world/group.h"
 #include "world/support/drill.h"
 #include "world/support/processes.h"
@@ -260,10 +261,10 @@ void act(const std::string& role) {
   if (role == "drill") drill(*world.impl().data->backend);
   if (role == "soak") {
     soak({world.impl().data->backend.get(), world.impl().control->backend.get()},
-         static_cast<uint32_t>(std::atoi(std::getenv("PLUMB_TEST_SEED"))), 700);
+         static_cast<uint32_t>(std::atoi(std::getenv("PLUMB_TEST_SEED"))), 700 / slowness);
   }
   if (role == "rehearse") {
-    rehearse(world, static_cast<uint32_t>(std::atoi(std::getenv("PLUMB_TEST_SEED"))), 120);
+    rehearse(world, static_cast<uint32_t>(std::atoi(std::getenv("PLUMB_TEST_SEED"))), 120 / slowness);
   }
   if (role == "reduce for ever") reduce_for_ever(world, 1 << 16);
   if (role == "reduce much for ever") reduce_for_ever(world, 1 << 24);

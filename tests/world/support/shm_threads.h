@@ -9,15 +9,10 @@
 
 #include "backend/shm_ring.h"
 #include "plumb/error.h"
+#include "slowness.h"
 #include "world/support/threads.h"
 
 namespace plumb::testing {
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int slowness = 10;
-#else
-constexpr int slowness = 1;
-#endif
 
 // Makes the n-th group.
 using ShmGroups = std::function<c10::intrusive_ptr<c10d::Backend>(int64_t serial)>;
