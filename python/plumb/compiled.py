@@ -314,7 +314,7 @@ def _break_at_backwards() -> None:
             hints=["Call backward() outside of the compiled function, or compile it without fullgraph=True."],
         )
 
-    TensorVariable.method_backward = outside_of_graphs  # type: ignore[method-assign,assignment]
+    TensorVariable.method_backward = outside_of_graphs  # type: ignore[method-assign]
 
 
 _has_units = False
