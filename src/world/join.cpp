@@ -96,9 +96,9 @@ std::string choose_address(c10d::Store& store, const Place& place) {
 }
 
 // c10d logs each failed attempt and lost connection, with a stack; our errors say it once, in words. `level`: the least
-// that is still logged, 2 for errors and 3 for none.
+// that is still logged, 2 for errors and 3 for none. The setting is the process's, and its threads may join at once.
 void hush_c10d(int level) {
-  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) FLAGS_caffe2_log_level = level;
+  if (!std::getenv("TORCH_CPP_LOG_LEVEL")) std::atomic_ref<int>(FLAGS_caffe2_log_level).store(level);
 }
 
 // As Python does: the death of a peer would otherwise kill this process without a word.
