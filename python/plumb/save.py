@@ -318,7 +318,8 @@ def restore(
                     value = value.value if stays else value.value.to(parameter.device)
                 state[key] = value
             steps.set_state(parameter, state, begin)
-    for key in [key for key in optimizer.state if not torch.is_tensor(key)]:
-        del optimizer.state[key]
-    for key, text in saved.get("general", []):
-        optimizer.state[_value(key)] = _value(text)
+    general: dict[Any, Any] = optimizer.state  # what is kept beside the parameters' own
+    for name in [name for name in general if not torch.is_tensor(name)]:
+        del general[name]
+    for name, text in saved.get("general", []):
+        general[_value(name)] = _value(text)
