@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import plumb
+from plumb.optim_trial import looks_at_others
 from stage import Block, Play, distance, make
 from test_optim import step_twin
 
@@ -234,3 +236,20 @@ def a_trial_leaves_no_trace() -> bool:
 
 def test_a_trial_of_an_optimizer_leaves_no_trace() -> None:
     assert plumb.spawn(a_trial_leaves_no_trace, 2) == [True, True]
+
+
+class Noisy(torch.optim.SGD):
+    """Draws numbers, from the generator that all threads of a process share."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 + 0.1 * torch.rand(p.shape))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [type("Own", (torch.optim.SGD,), {}), Noisy])
+def test_trials_of_ranks_that_are_threads_do_not_disturb_each_other(kind: type[torch.optim.SGD]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        looks = pool.map(lambda number: torch.rand(5).numel() == 0 or looks_at_others(kind(make().parameters(), lr=0.1)), range(60))
+        assert not any(looks)
