@@ -100,8 +100,10 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(Processes, FourOfThemEqualTheReferenceToo) {
   for (const char* backend : {"tcp", "gloo", "shm"}) plays("EveryRankUsesAnotherPart", "ddp", backend, 4);
-  for (const char* backend : {"gloo", "shm"})
+  for (const char* backend : {"gloo", "shm"}) {
     plays("ALateGradientOfTheSecondOfTwoReductionsOnTheWay", "hsdp", backend, 4);
+    plays("ALateGradientOfTheLastReductionBeforeTheEndOfTheBackward", "hsdp", backend, 4);
+  }
 }
 
 // Before GoogleTest's main: a rank never gets there.
