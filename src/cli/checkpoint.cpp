@@ -239,6 +239,10 @@ std::string plain_file(const std::string& name) {
 
 int consolidate(const std::string& path, const std::string& named) {
   const std::string target = plain_file(named);
+  const std::filesystem::path folder_of_target = std::filesystem::absolute(target).parent_path();
+  if (std::filesystem::exists(folder_of_target / save::kManifest)) {
+    throw Error("'" + named + "' would lie inside of a checkpoint, which it would damage; name a file outside of it");
+  }
   const Checkpoint one(chosen(path));
   std::vector<const SavedTensor*> tensors;
   std::vector<save::TensorInFile> places;
@@ -270,8 +274,7 @@ int consolidate(const std::string& path, const std::string& named) {
     std::filesystem::remove(unfinished, ignored);
     throw;
   }
-  const std::string folder = std::filesystem::path(target).parent_path().string();
-  save::sync_folder(folder.empty() ? "." : folder);
+  save::sync_folder(folder_of_target.string());
   std::printf("%s: %zu tensors, %s\n", named.c_str(), tensors.size(), report::human_bytes(total).c_str());
   return 0;
 }

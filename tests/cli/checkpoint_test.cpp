@@ -299,6 +299,16 @@ TEST(Checkpoint, TheToolWritesPlainFilesAlone) {
     EXPECT_EQ(refused.code, 1);
     EXPECT_THAT(refused.err, HasSubstr("'" + target + "' is no plain file; name one"));
   }
+  std::string one;
+  for (const auto& entry : std::filesystem::directory_iterator(a)) {
+    if (entry.path().filename().string().starts_with("save-")) one = entry.path().string();
+  }
+  for (const char* inside : {"manifest.json", "new.safetensors"}) {
+    const Result refused = run({"checkpoint", "consolidate", a, one + "/" + inside});
+    EXPECT_EQ(refused.code, 1);
+    EXPECT_THAT(refused.err, HasSubstr("would lie inside of a checkpoint"));
+  }
+  EXPECT_EQ(run({"checkpoint", "verify", one}).code, 0);
   EXPECT_TRUE(std::filesystem::is_fifo(pipe));
   EXPECT_FALSE(scratch.has("pipe.unfinished") || scratch.has("sub.unfinished"));
   scratch.write("model.safetensors", "old");
