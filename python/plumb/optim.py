@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -90,13 +90,15 @@ def check(
             " gives each rank some of them to step: use 'ddp', where every rank steps all; to clip by the norm of all gradients, Engine(clip_norm=)"
         )
     known = {id(parameter) for _, parameter in named}
+    refuse_foreign(optimizer, known, "build the optimizer over the parameters of the model that the engine gets")
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, known: Container[int], advice: str) -> None:
+    """An Error if it has a parameter whose id is none of these."""
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
-                raise Error(
-                    f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's;"
-                    " build the optimizer over the parameters of the model that the engine gets"
-                )
+                raise Error(f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's; {advice}")
 
 
 def settings(optimizer: torch.optim.Optimizer, left: int = 0) -> list[tuple[str, float]]:

@@ -212,13 +212,7 @@ def _value(text: Any) -> Any:
 def _check_whole(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """An Error where a checkpoint would not hold all that this optimizer has."""
     kind = type(optimizer)
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise Error(
-                    f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's; build the"
-                    " engine after the optimizer has all its groups"
-                )
+    optim.refuse_foreign(optimizer, names, "build the engine after the optimizer has all its groups")
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         beside = optimizer.state_dict().keys() - {"state", "param_groups", optim.MARK}
         if beside:

@@ -8,7 +8,7 @@
 #include <random>
 #include <tuple>
 
-#include "backend/local.h"
+#include "backend/support/local_ranks.h"
 #include "plumb/error.h"
 
 namespace plumb {
@@ -17,33 +17,7 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Work = c10::intrusive_ptr<c10d::Work>;
-
-struct Ranks {
-  explicit Ranks(int size, milliseconds timeout = milliseconds(20'000))
-      : hub(std::make_shared<LocalHub>(size, timeout)) {
-    for (int r = 0; r < size; ++r) all.push_back(make_local_backend(hub, r));
-  }
-  Work send(int rank, int to, int tag, const at::Tensor& message) const {
-    std::vector<at::Tensor> one{message};
-    return all[rank]->send(one, to, tag);
-  }
-  Work receive(int rank, int from, int tag, const at::Tensor& memory) const {
-    std::vector<at::Tensor> one{memory};
-    return all[rank]->recv(one, from, tag);
-  }
-  std::shared_ptr<LocalHub> hub;
-  std::vector<c10::intrusive_ptr<c10d::Backend>> all;
-};
-
-std::string outcome(const Work& work, milliseconds limit = milliseconds::zero()) {
-  try {
-    work->wait(limit);
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "";
-}
+using namespace test;
 
 // Of one sender, receiver and tag they come in the order they were sent; a sender may write to its memory at once.
 TEST(LocalMessages, FindTheirPlacesInWhateverOrderBothCome) {

@@ -3,7 +3,7 @@
 #include <random>
 #include <thread>
 
-#include "backend/local.h"
+#include "backend/support/local_ranks.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
 #include "world/group.h"
@@ -14,31 +14,11 @@ namespace {
 using std::chrono::milliseconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Backend = c10::intrusive_ptr<c10d::Backend>;
-using Work = c10::intrusive_ptr<c10d::Work>;
-
-struct Ranks {
-  std::shared_ptr<LocalHub> hub;
-  std::vector<Backend> all;
-  explicit Ranks(int size, milliseconds timeout = milliseconds(20'000))
-      : hub(std::make_shared<LocalHub>(size, timeout)) {
-    for (int r = 0; r < size; ++r) all.push_back(make_local_backend(hub, r));
-  }
-};
+using namespace test;
 
 Work all_reduce(const Backend& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> one{tensor};
   return backend->allreduce(one);
-}
-
-// What waiting for it ends with; empty when it ends well.
-std::string outcome(const Work& work, milliseconds limit = milliseconds::zero()) {
-  try {
-    work->wait(limit);
-  } catch (const std::exception& e) {
-    return e.what();
-  }
-  return "";
 }
 
 // Ranks issue any number of collectives in any order, and one leaves: those it took part in end well when everybody has
