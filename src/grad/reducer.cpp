@@ -276,6 +276,7 @@ void Reducer::follow_caller(c10::Device device) {
 
 // What is held stays in .grad, or in the sums, where the next reduction finds it.
 void Reducer::close_held_pass(OpenPass& pass) {
+  or_break([&] { serve_gathers(Where::Kind::backward); });
   held_ = true;
   summing_->close_held_pass(passes_);
   for (Bucket& bucket : buckets_)
@@ -296,9 +297,14 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   const Where where = here(Where::Kind::backward);
   Agreement all;
   or_break([&] {
-    if (pass.rules_changed)
+    if (pass.rules_changed) {
+      serve_gathers(Where::Kind::backward);
       exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
+    }
+    const auto units = gathering.lock();
+    summing_->never_wait(units && units->asks());
     traffic_.launch_rest(where);
+    serve_gathers(Where::Kind::backward);
     if (!pass.failure) pass.failure = summing_->take_failure();
     std::vector<bool> late;
     for (const Bucket& bucket : buckets_) late.push_back(bucket.late || (bucket.frozen && bucket.wanted()));
@@ -329,6 +335,26 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   }
   ledger_.close_pass(Ledger::Sync::reduced);
   rebuild(pass);
+}
+
+// Others may still gather what their backwards need: one that failed here, or had less to do, is no reason to wait for it.
+// Whoever ends here waits for nobody's gradients inside a backward until ranks part ways again.
+void Reducer::serve_gathers(Where::Kind kind) {
+  if (const auto units = gathering.lock(); units && units->asks()) units->serve(here(kind, "what other ranks gather"));
+  summing_->never_wait(false);
+  traffic_.hold(false);
+}
+
+Reducer::Progress Reducer::progress() const {
+  return {2 * passes_ + (pass_ ? 1 : 0), pass_ ? static_cast<int64_t>(traffic_.launched()) : 0};
+}
+
+void Reducer::part_ways(int64_t launched) {
+  Lock lock(mutex_);
+  summing_->never_wait(true);
+  traffic_.hold(true);
+  if (!pass_ || pass_->sync != OpenPass::Sync::reduced || pass_->rules_changed) return;
+  traffic_.launch_up_to(static_cast<size_t>(launched), here(Where::Kind::backward));
 }
 
 // The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
@@ -423,9 +449,10 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.intact = changes_.intact();
   for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact})
     bits->resize(sinks().size());  // newcomers: nothing yet
-  if (settle_gathers) mine.gathers = settle_gathers();
+  const auto units = gathering.lock();
+  if (units) mine.gathers = units->settle();
   Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
-  if (all.any.gathers != all.every.gathers) explain_gathers(here(kind, "the gathers that differ"));
+  if (units && all.any.gathers != all.every.gathers) units->explain(here(kind, "the gathers that differ"));
   check_settings(team_.control(), team_.rank(), compared, all, here(kind, "the settings that differ"));
   return all;
 }

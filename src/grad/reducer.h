@@ -27,6 +27,7 @@
 #include "grad/changes.h"
 #include "grad/facts.h"
 #include "grad/faults.h"
+#include "grad/gathering.h"
 #include "grad/ledger.h"
 #include "grad/members.h"
 #include "grad/pass.h"
@@ -127,11 +128,20 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
   int64_t steps() const { return steps_; }
 
+  // How far this rank is: which pass, and how many of its buckets are being reduced.
+  struct Progress {
+    int64_t pass = 0;  // a number that grows when one opens, and when it closes
+    int64_t launched = 0;
+  };
+  Progress progress() const;
+  // Ranks gather different units: none of them waits for another's gradients any more before this backward ends, or the next
+  // where none has begun. The first `launched` buckets are being reduced by somebody, and so by everybody.
+  void part_ways(int64_t launched);
+  std::recursive_mutex& mutex() const { return mutex_; }  // taken before the units' by whoever asks others
+
   // Called with a bucket of a unit when its last expected gradient has come.
   std::function<void(Bucket&)> on_complete;
-  // Of the units: waits for what was gathered by messages, and gives a digest of it; and an Error where ranks' differ.
-  std::function<int64_t()> settle_gathers;
-  std::function<void(const Where& where)> explain_gathers;
+  std::weak_ptr<Gathering> gathering;  // the units', where there are any
   // Called when a pass opens, before anything is added to a gradient.
   std::function<void()> on_open;
   Fault fault = Fault::none;  // for tests
@@ -168,6 +178,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void check_captured() const;
 
   // Agreement.
+  void serve_gathers(Where::Kind kind);
   Agreement exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
   void admit(const std::vector<int>& candidates);
   void laid_out();

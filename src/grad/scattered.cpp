@@ -50,6 +50,7 @@ void Scattered::keep_few_in_flight() {
     }
     return count;
   };
+  if (never_waits_) return;
   while (messages() >= kInFlight) cross(sent_at_);
   while (crossing_.size() > (crosses() ? kCrossing : 0)) finish(*crossing_.front(), sent_at_);
 }

@@ -24,6 +24,7 @@ class Scattered final : public Collected {
   void send() override;
   bool joins_messages() const override { return team_.shard().messages_are_dear(); }
   void begin_rest(const Where& where) override;
+  void never_wait(bool on) override { never_waits_ = on; }
   bool holds_in_buckets() const override { return false; }
   void finish_step() override;
 
@@ -44,6 +45,7 @@ class Scattered final : public Collected {
   std::deque<Bucket*> in_flight_;   // in the order in which they were sent
   std::deque<Bucket*> crossing_;    // in the same order
   Where sent_at_;                   // by the last of them
+  bool never_waits_ = false;        // then more are alive
   std::vector<at::Tensor> spares_;  // memory of `incoming` that ended, until the step ends
 };
 

@@ -30,6 +30,7 @@ void Reducer::settle_step() {
   for (const Bucket& bucket : buckets_) late.push_back(waits_for_step(bucket) && fault != Fault::consume_unreduced);
   Agreement all;
   or_break([&] {
+    serve_gathers(Where::Kind::step);
     all = exchange_facts(Where::Kind::step, late, false);
     changes_.check_gradients(sinks(), all);
     changes_.check_parameters(sinks(), all, here(Where::Kind::step, "the parameters that were changed"));

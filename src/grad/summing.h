@@ -55,6 +55,8 @@ class Summing {
   virtual bool joins_messages() const { return false; }
   // Begins what reductions on their way still need of others, who would wait for it while this rank waits for them.
   virtual void begin_rest(const Where& /*where*/) {}
+  // Whether to begin one, or to collect for one, must not wait for others: they may be waiting for this rank elsewhere.
+  virtual void never_wait(bool /*on*/) {}
   // Waits for it.
   void finish(Bucket& bucket, const Where& where);
 

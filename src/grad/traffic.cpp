@@ -35,6 +35,7 @@ size_t Traffic::end_of_convoy(size_t begin) const {
 }
 
 void Traffic::launch_ready(const Where& where) {
+  if (held_) return;
   while (next_ < buckets_.size()) {
     const size_t end = end_of_convoy(next_);
     if (end == buckets_.size()) return;
@@ -45,8 +46,10 @@ void Traffic::launch_ready(const Where& where) {
   }
 }
 
-void Traffic::launch_rest(const Where& where) {
-  while (next_ < buckets_.size()) launch_convoy(where);
+void Traffic::launch_rest(const Where& where) { launch_up_to(buckets_.size(), where); }
+
+void Traffic::launch_up_to(size_t end, const Where& where) {
+  while (next_ < end) launch_convoy(where);
 }
 
 void Traffic::launch_convoy(const Where& where) {

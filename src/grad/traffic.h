@@ -25,6 +25,11 @@ class Traffic {
   void launch_ready(const Where& where);
   // Everything else.
   void launch_rest(const Where& where);
+  // Those before `end`, complete or not.
+  void launch_up_to(size_t end, const Where& where);
+  size_t launched() const { return next_; }
+  // Nothing more begins by itself.
+  void hold(bool on) { held_ = on; }
 
   // One bucket, out of turn.
   void launch(Bucket& bucket, const Where& where);
@@ -41,6 +46,7 @@ class Traffic {
   Road& road_;
   const Fault& fault_;
   size_t next_ = 0;  // the next bucket to reduce
+  bool held_ = false;
 };
 
 }  // namespace plumb

@@ -13,8 +13,14 @@
 namespace plumb {
 
 Gathers::Gathers(Reducer& reducer, std::deque<Home>& homes)
-    : reducer_(reducer), homes_(homes), window_bytes_(reducer.options().gather_ahead_bytes) {
+    : reducer_(reducer), homes_(homes) {
   for (Home& home : homes_) home_of_bucket_[home.bucket.index] = &home;
+  set_window(reducer.options().gather_ahead_bytes);
+}
+
+void Gathers::set_window(int64_t bytes) {
+  window_bytes_ = bytes;
+  asks_ = std::ranges::any_of(homes_, [](const Home& home) { return home.peers.empty() && !home.named; });
 }
 
 void Gathers::fill(Home& home) {
@@ -125,29 +131,61 @@ void Gathers::lose() {
 // Asks before every gather, where a backend would mix up what ranks gather. What everybody expects to use next is gathered
 // ahead.
 void Gathers::ask_to_gather(Home& home) {
-  const std::string& name = home.name();
-  const std::array<int64_t, 2> mine{home.bucket.index, order_.after(home.bucket.index)};
-  bool agreed = mine[1] >= 0;
-  for (const auto& other : reducer_.gathers().shard_control.exchange(mine, place_of(home))) {
-    agreed = agreed && other[1] == mine[1];
-    if (other[0] == mine[0]) continue;
-    const Bucket& theirs = reducer_.buckets()[static_cast<size_t>(other[0])];
-    throw Error(reducer_.world().rank(),
-                "this rank gathers the parameters beside '" + name + "' while another gathers those beside '" +
-                    theirs.sinks[0]->name +
-                    "'; this backend can only gather what every rank uses, in the same order: use the same units on "
-                    "every rank, or ranks of one machine, which read each other's memory (backend shm)");
+  int64_t next = order_.after(home.bucket.index);
+  if (next >= 0) {
+    const Home& expected = *home_of_bucket_.at(static_cast<int>(next));
+    if (&expected == &home || (expected.full && !expected.ahead)) next = -1;  // it is there
   }
-  if (!home.full) gather(home);
+  take_part(&home, next, place_of(home));
   home.ahead = false;
   release_ahead();
-  const auto next =
-      std::find_if(homes_.begin(), homes_.end(), [&](const Home& other) { return other.bucket.index == mine[1]; });
-  if (agreed && next != homes_.end() && !next->full) {
-    gather(*next);
-    next->ahead = true;
+  if (next >= 0) {
+    Home& ahead = *home_of_bucket_.at(static_cast<int>(next));
+    gather(ahead);
+    ahead.ahead = true;
   }
   receive(home);
+}
+
+void Gathers::serve(const Where& where) {
+  int64_t nothing = -1;
+  while (take_part(nullptr, nothing, where)) {
+  }
+}
+
+// Ranks say what they want, and all of them gather whatever somebody needs, in the order of who asked first: those who do not
+// need it lend their shard. False: nobody wanted anything. `next` becomes -1 unless all want the same now and expect that one.
+bool Gathers::take_part(Home* wanted, int64_t& next, const Where& where) {
+  const bool needs = wanted != nullptr && !wanted->full;
+  const Reducer::Progress here = reducer_.progress();
+  const std::array<int64_t, 5> mine{wanted == nullptr ? -1 : wanted->bucket.index, needs, next, here.pass, here.launched};
+  const auto everybody = reducer_.gathers().shard_control.exchange(mine, where);
+  bool anything = false, alike = true;
+  int64_t launched = 0;
+  for (const auto& theirs : everybody) {
+    anything |= theirs[0] >= 0;
+    alike = alike && theirs[0] == mine[0] && theirs[3] == mine[3];
+    if (!alike || theirs[2] != mine[2]) next = -1;
+    launched = std::max(launched, theirs[4]);
+  }
+  if (!alike && anything) reducer_.part_ways(launched);
+  std::vector<int64_t> gathered;
+  for (const auto& theirs : everybody) {
+    if (theirs[1] == 0 || std::ranges::count(gathered, theirs[0]) > 0) continue;
+    gathered.push_back(theirs[0]);
+    if (needs && theirs[0] == mine[0]) {
+      gather(*wanted);
+    } else {
+      lend(*home_of_bucket_.at(static_cast<int>(theirs[0])), where);
+    }
+  }
+  return anything;
+}
+
+void Gathers::lend(Home& home, const Where& where) {
+  at::NoGradGuard no_grad;
+  const Alone alone(home.lanes, home.whole.device());
+  reducer_.gathers().shard.all_gather(at::empty({home.bucket.numel}, home.whole.options()), home.bucket.parameter).wait(where);
 }
 
 void Gathers::begin(Home& home) {

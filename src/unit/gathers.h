@@ -2,7 +2,8 @@
 //
 // Ranks that share memory read each other's shards in place, alone. Others gather by collectives: in program order and without
 // asking where a message can say what it gathers, and what they gathered is compared with the facts of the pass; where a backend
-// would mix up what ranks gather, they ask before each. What is used next, as after the last backward, is gathered ahead.
+// would mix up what ranks gather, they ask before each: all take part in whatever anybody needs, so that ranks may use different
+// units. What is used next, as after the last backward, is gathered ahead.
 #pragma once
 
 #include <cstdint>
@@ -26,18 +27,24 @@ class Gathers {
   void set_down(Home& home);  // nobody uses it: kept, out of reach, when it is used soon; otherwise released
   void backward_ended();
 
+  // Whether ranks ask before they gather; then this rank takes part in what others need, until none of them wants anything.
+  bool asks() const { return asks_; }
+  void serve(const Where& where);
+
   // Everything that was sent for has come; a digest of all that was, in order. 0 where nobody has to gather alike.
   int64_t settle();
   // Ranks found different ones: an Error that names the first units that differ. Collective.
   [[noreturn]] void explain(const Where& where);
 
   int64_t count() const { return count_; }  // so far
-  void set_window(int64_t bytes) { window_bytes_ = bytes; }
+  void set_window(int64_t bytes);
 
  private:
   void gather(Home& home);
   void gather_together(Home& home);
   void ask_to_gather(Home& home);
+  bool take_part(Home* wanted, int64_t& next, const Where& where);
+  void lend(Home& home, const Where& where);
   void begin(Home& home);
   void look_ahead();
   void send_ahead(Home* first);
@@ -50,8 +57,9 @@ class Gathers {
   Reducer& reducer_;
   std::deque<Home>& homes_;
   std::unordered_map<int, Home*> home_of_bucket_;      // by the bucket's index
+  bool asks_ = false;                                  // of any home
   Order order_;                                        // of gathers by collectives
-  int64_t window_bytes_;                               // of the window in which homes are whole before their use
+  int64_t window_bytes_ = 0;                               // of the window in which homes are whole before their use
   std::vector<Home*> soon_;                            // the window
   std::deque<std::shared_ptr<Pending>> on_their_way_;  // messages, in the order of their sending
   Digest sent_for_;                                    // every gather so far, in order

@@ -113,7 +113,7 @@ TORCH_LIBRARY_IMPL(plumb, Meta, library) {
 
 // The memory itself, where nobody else has it; otherwise a copy.
 std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameters) {
-  const std::lock_guard lock(mutex_);
+  const Entrance entrance(*this);
   check_nothing_lost();
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   if (in_backward && backward::listen(shared_from_this())) ++tasks_;

@@ -91,18 +91,24 @@ void Units::open_doors() {
   reducer_.on_complete = [weak = weak_from_this()](Bucket& bucket) {
     if (auto self = weak.lock()) self->completed(bucket);
   };
-  reducer_.settle_gathers = [weak = weak_from_this()]() -> int64_t {
-    const auto self = weak.lock();
-    if (!self) return 0;
-    Lock lock(self->mutex_);
-    return self->gathers_.settle();
-  };
-  reducer_.explain_gathers = [weak = weak_from_this()](const Where& where) {
-    const auto self = weak.lock();
-    if (!self) return;
-    Lock lock(self->mutex_);
-    self->gathers_.explain(where);
-  };
+  reducer_.gathering = weak_from_this();
+}
+
+// ---- for the reducer
+
+void Units::serve(const Where& where) {
+  const Entrance entrance(*this);
+  gathers_.serve(where);
+}
+
+int64_t Units::settle() {
+  Lock lock(mutex_);
+  return gathers_.settle();
+}
+
+void Units::explain(const Where& where) {
+  Lock lock(mutex_);
+  gathers_.explain(where);
 }
 
 void Units::release_if_idle(Home& home) {
@@ -115,7 +121,7 @@ void Units::release_if_idle(Home& home) {
 
 // All of them, or none.
 void Units::hold(const std::vector<Home*>& homes) {
-  Lock lock(mutex_);
+  const Entrance entrance(*this);
   std::vector<Home*> held;
   try {
     for (Home* home : homes) {
@@ -222,8 +228,8 @@ void Units::shards_written() {
 
 void Units::gather_together(int64_t ahead) {
   reducer_.gathers();
-  gathers_.set_window(ahead);
   for (Home& home : homes_) home.peers.clear();
+  gathers_.set_window(ahead);
 }
 
 int64_t Units::gathered_bytes() const {
@@ -236,12 +242,12 @@ int64_t Units::gathered_bytes() const {
 // ---- backwards
 
 void Units::need(int unit) {
-  Lock lock(mutex_);
+  const Entrance entrance(*this);
   for (Home* home : homes_of_unit_[unit]) need(*home);
 }
 
 void Units::need_storage(const c10::StorageImpl* storage) {
-  Lock lock(mutex_);
+  const Entrance entrance(*this);
   need(*homes_of_.at(storage));
 }
 

@@ -32,7 +32,7 @@ struct UnitSpec {
   std::vector<at::Tensor> parameters;
 };
 
-class Units : public backward::Listener, public std::enable_shared_from_this<Units> {
+class Units : public backward::Listener, public Gathering, public std::enable_shared_from_this<Units> {
  public:
   // Cuts the parameters of the reducer's unit buckets over its shard group. Collective.
   Units(std::vector<UnitSpec> specs, std::shared_ptr<Reducer> reducer);
@@ -78,8 +78,21 @@ class Units : public backward::Listener, public std::enable_shared_from_this<Uni
 
   void backward_ended(std::exception_ptr failure) override;
 
+  bool asks() const override { return gathers_.asks(); }
+  void serve(const Where& where) override;
+  int64_t settle() override;
+  void explain(const Where& where) override;
+
  private:
   struct ReaderHook;
+  // Who may gather: where that asks other ranks, it tells the reducer what they answer, whose lock comes first.
+  struct Entrance {
+    explicit Entrance(Units& units) : reducer(units.reducer_.mutex(), std::defer_lock), own(units.mutex_, std::defer_lock) {
+      if (units.asks()) reducer.lock();
+      own.lock();
+    }
+    std::unique_lock<std::recursive_mutex> reducer, own;
+  };
 
   void note_changes(int unit);
   void check_nothing_lost();

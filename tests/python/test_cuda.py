@@ -59,12 +59,7 @@ def test_tied_weights(strategy: str) -> None:
 # ---- two ranks on one device: NCCL refuses that, gloo does not
 
 
-def rows_of(strategy: str) -> dict[str, Any]:
-    """Where units are gathered by collectives, what one rank alone uses is an error (docs/sharding.md)."""
-    rows = {**ROWS, "streams": streams}
-    if strategy == "zero3":
-        del rows["used on one rank only"]
-    return rows
+SHARED_ROWS = {**ROWS, "streams": streams}
 
 
 def shared_device(strategy: str) -> list[float | str]:
@@ -72,7 +67,7 @@ def shared_device(strategy: str) -> list[float | str]:
     dist.init_process_group("gloo")
     result: list[float | str] = []
     a_unit = sum(parameter.nbytes for parameter in make(torch.float64).blocks[0].parameters())  # and what fills up its parts
-    for program in rows_of(strategy).values():
+    for program in SHARED_ROWS.values():
         try:
             result.append(compare(program, strategy=strategy, model=on_gpu, gather_ahead_bytes=0, kept=2 * a_unit - 1))
         except Exception:
@@ -85,10 +80,10 @@ def shared_device(strategy: str) -> list[float | str]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_that_share_the_device(strategy: str) -> None:
     for rank, outcome in enumerate(plumb.spawn(shared_device, 2, (strategy,), method="spawn", timeout=300)):
-        for name, value in zip(rows_of(strategy), outcome, strict=False):
+        for name, value in zip(SHARED_ROWS, outcome, strict=False):
             assert isinstance(value, float), f"{name}, rank {rank}: {value}"
             assert value <= 1e-10, f"{name}, rank {rank} is {value:.1e} away"
-        assert len(outcome) == len(rows_of(strategy))
+        assert len(outcome) == len(SHARED_ROWS)
 
 
 # ---- the faces

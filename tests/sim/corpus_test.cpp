@@ -14,25 +14,13 @@ using Case = std::tuple<size_t, std::string>;  // scenario, strategy
 const std::vector<std::string> not_here = {"AssignsGradientsOfOtherStorageAndStrides",
                                            "AssignsAGradientToAFrozenParameter", "SparseGradientsOfAnEmbedding",
                                            "ThousandsOfTinyParameters"};
-// Ranks that use different units: with sharded parameters, a collective cannot gather those.
-const std::vector<std::string> other_units = {"UnfreezesWhatOnlyOneRankUses",
-                                              "ALateGradientOnOneRankBesideParametersOthersDoNotUse",
-                                              "AnUnexpectedLateGradientAfterAnUndefinedOne",
-                                              "AnUnexpectedLateGradientBesideParametersOthersDoNotUse",
-                                              "ALateGradientAfterAnUndefinedOne",
-                                              "ALateGradientOfTheSecondOfTwoReductionsOnTheWay",
-                                              "ALateGradientOfTheLastReductionBeforeTheEndOfTheBackward",
-                                              "ParametersUsedOnTheLastRankOnly",
-                                              "EveryRankUsesAnotherPart",
-                                              "ARankWithNothingToContributeCallsTheEnginesBackward",
-                                              "CheckpointsUnderNoSyncOnSomeRanksOnly"};
 
 bool plays(const scenarios::Scenario& scenario, const Strategy& row) {
   const auto named = [&](const std::vector<std::string>& names) {
     return std::find(names.begin(), names.end(), scenario.name) != names.end();
   };
   const bool refused = row.gradient == Placement::sharded && !scenario.refused_with_pieces.empty();
-  return !refused && !named(not_here) && !(row.parameter == Placement::sharded && named(other_units));
+  return !refused && !named(not_here);
 }
 
 class Corpus : public testing::TestWithParam<Case> {};

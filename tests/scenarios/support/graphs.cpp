@@ -359,6 +359,19 @@ std::vector<Scenario> graph_scenarios() {
     }
     if (!thrown) throw std::logic_error("the planned exception did not come");
   });
+  add("G9", "AnExceptionInBackwardOnOneRankThenARetry", [](Stage& stage, Net& net, const at::Tensor& x) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto h = net.trunk(x);
+      if (attempt == 0 && stage.rank == 0)
+        h.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      try {
+        stage.share(net.left->forward(h).pow(2).mean()).backward();
+        if (attempt == 0 && stage.rank == 0) throw std::logic_error("the planned exception did not come");
+      } catch (const std::runtime_error&) {
+      }
+      if (attempt == 0) stage.zero_grad();
+    }
+  });
   add("G9", "AnExceptionInBackwardKeepingThePartialGradients", [](Stage& stage, Net& net, const at::Tensor& x) {
     for (int attempt = 0; attempt < 2; ++attempt) {
       const auto h = net.trunk(x);
