@@ -337,8 +337,8 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   rebuild(pass);
 }
 
-// Others may still gather what their backwards need: one that failed here, or had less to do, is no reason to wait for it.
-// Whoever ends here waits for nobody's gradients inside a backward until ranks part ways again.
+// Others may still gather what their backwards need, of a rank whose own failed, or had less to do. After that all are at the same
+// point again, and the next backward's reductions overlap with it as ever.
 void Reducer::serve_gathers(Where::Kind kind) {
   if (const auto units = gathering.lock(); units && units->asks()) units->serve(here(kind, "what other ranks gather"));
   summing_->never_wait(false);

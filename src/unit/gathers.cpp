@@ -12,8 +12,7 @@
 
 namespace plumb {
 
-Gathers::Gathers(Reducer& reducer, std::deque<Home>& homes)
-    : reducer_(reducer), homes_(homes) {
+Gathers::Gathers(Reducer& reducer, std::deque<Home>& homes) : reducer_(reducer), homes_(homes) {
   for (Home& home : homes_) home_of_bucket_[home.bucket.index] = &home;
   set_window(reducer.options().gather_ahead_bytes);
 }
@@ -158,7 +157,8 @@ void Gathers::serve(const Where& where) {
 bool Gathers::take_part(Home* wanted, int64_t& next, const Where& where) {
   const bool needs = wanted != nullptr && !wanted->full;
   const Reducer::Progress here = reducer_.progress();
-  const std::array<int64_t, 5> mine{wanted == nullptr ? -1 : wanted->bucket.index, needs, next, here.pass, here.launched};
+  const std::array<int64_t, 5> mine{wanted == nullptr ? -1 : wanted->bucket.index, needs, next, here.pass,
+                                    here.launched};
   const auto everybody = reducer_.gathers().shard_control.exchange(mine, where);
   bool anything = false, alike = true;
   int64_t launched = 0;
@@ -185,7 +185,9 @@ bool Gathers::take_part(Home* wanted, int64_t& next, const Where& where) {
 void Gathers::lend(Home& home, const Where& where) {
   at::NoGradGuard no_grad;
   const Alone alone(home.lanes, home.whole.device());
-  reducer_.gathers().shard.all_gather(at::empty({home.bucket.numel}, home.whole.options()), home.bucket.parameter).wait(where);
+  reducer_.gathers()
+      .shard.all_gather(at::empty({home.bucket.numel}, home.whole.options()), home.bucket.parameter)
+      .wait(where);
 }
 
 void Gathers::begin(Home& home) {

@@ -59,7 +59,7 @@ class Gathers {
   std::unordered_map<int, Home*> home_of_bucket_;      // by the bucket's index
   bool asks_ = false;                                  // of any home
   Order order_;                                        // of gathers by collectives
-  int64_t window_bytes_ = 0;                               // of the window in which homes are whole before their use
+  int64_t window_bytes_ = 0;                           // of the window in which homes are whole before their use
   std::vector<Home*> soon_;                            // the window
   std::deque<std::shared_ptr<Pending>> on_their_way_;  // messages, in the order of their sending
   Digest sent_for_;                                    // every gather so far, in order

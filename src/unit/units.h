@@ -87,7 +87,8 @@ class Units : public backward::Listener, public Gathering, public std::enable_sh
   struct ReaderHook;
   // Who may gather: where that asks other ranks, it tells the reducer what they answer, whose lock comes first.
   struct Entrance {
-    explicit Entrance(Units& units) : reducer(units.reducer_.mutex(), std::defer_lock), own(units.mutex_, std::defer_lock) {
+    explicit Entrance(Units& units)
+        : reducer(units.reducer_.mutex(), std::defer_lock), own(units.mutex_, std::defer_lock) {
       if (units.asks()) reducer.lock();
       own.lock();
     }

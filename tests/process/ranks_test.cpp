@@ -70,9 +70,10 @@ class Processes : public ::testing::TestWithParam<std::tuple<std::string, std::s
 TEST_P(Processes, EqualTheReference) {
   const auto& [scenario, strategy, backend] = GetParam();
   const bool apart = scenario == "ParametersUsedOnTheLastRankOnly" ||
+                     scenario == "AnExceptionInBackwardOnOneRankThenARetry" ||
                      scenario == "ARankWithNothingToContributeCallsTheEnginesBackward";
   if (backend == "tcp" && apart && plumb::strategy(strategy).parameter == Placement::sharded) {
-    GTEST_SKIP() << "a unit is gathered by all ranks there, and one of them does not use it";
+    GTEST_SKIP() << "a unit is gathered by all ranks there, and one of them does not use it, or not any more";
   }
   plays(scenario, strategy, backend, 2);
 }
@@ -91,8 +92,8 @@ INSTANTIATE_TEST_SUITE_P(
                                          "TwoLossesOverOneRetainedForwardZeroingBetween",
                                          "ReentrantCheckpointsAndAWeightInSeveral", "ParametersUsedOnTheLastRankOnly",
                                          "ARankWithNothingToContributeCallsTheEnginesBackward",
-                                         "AnExceptionInBackwardThenARetry", "SeveralDtypesInOneModule",
-                                         "ClippingByGlobalNormThatBites"),
+                                         "AnExceptionInBackwardThenARetry", "AnExceptionInBackwardOnOneRankThenARetry",
+                                         "SeveralDtypesInOneModule", "ClippingByGlobalNormThatBites"),
                        ::testing::ValuesIn(strategy_names()), ::testing::Values("tcp", "gloo", "shm")),
     [](const auto& info) {
       return std::get<0>(info.param) + "_" + std::get<1>(info.param) + "_" + std::get<2>(info.param);
