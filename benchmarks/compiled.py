@@ -8,7 +8,8 @@ is divided by that of the group's first in the same round, so that a busy machin
 times; the medians and quartiles of those ratios; and both by the processor's clock, which counts what all threads of a rank
 did and nothing that it waited. ``--host`` takes a model so small that hardly anything but the host's work is left. ``--memory``
 instead runs each variant in processes of its own and prints what a step takes at most above what there is between steps: bytes of tensors,
-which are counted and no matter of chance, and of the process. ``--device cuda`` has one rank, on a GPU.
+which are counted and no matter of chance, and of the process. ``--device cuda`` has one rank, on a GPU, which shards nothing; with
+``--ranks 2`` two that share it, over gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import plumb
 from torch_peers import ADAMW, Block, Gpt, deepspeed, fsdp2, plain, with_optimizer
 
 Step = tuple[Any, Callable[[torch.Tensor], None], Callable[[], None]]
-
 
 # Of this process and of its ranks, which read the same, also where they are not forked.
 DEVICE = os.environ.get("PLUMB_BENCH_DEVICE", "cpu")
@@ -151,7 +151,10 @@ def begin() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    alone = os.environ.get("WORLD_SIZE") == "1"
+    dist.init_process_group("nccl" if DEVICE == "cuda" and alone else "gloo")  # NCCL refuses ranks that share a device
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
     torch._dynamo.config.recompile_limit = 64
 
 
@@ -232,10 +235,12 @@ def main() -> None:
     parser.add_argument("--group", choices=GROUPS)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--host", action="store_true")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one rank on one GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: on one GPU")
+    parser.add_argument("--ranks", type=int, help="2; on a GPU 1")
     options = parser.parse_args()
     os.environ["PLUMB_BENCH_DEVICE"] = options.device
-    ranks, method = (1, "spawn") if options.device == "cuda" else (2, None)
+    on_gpu = options.device == "cuda"
+    ranks, method = options.ranks or (1 if on_gpu else 2), "spawn" if on_gpu else None
     if options.host and not HOST:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PLUMB_BENCH_HOST": "1"})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
