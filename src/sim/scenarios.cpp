@@ -2,7 +2,6 @@
 #include "sim/scenarios.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -339,29 +338,6 @@ void shares(Actor& actor) {
   }
 }
 
-// A compiled graph has the memory of its parameters, which came under whatever lane was there, and frees it behind its last use.
-void whole_graph(Actor& actor) {
-  static const auto gather = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("plumb::gather", "")
-                                 .typed<std::vector<at::Tensor>(const std::vector<at::Tensor>&, int64_t)>();
-  actor.build({2, 0});
-  Net& net = actor.net();
-  const auto reads = [&](const at::Tensor& weight) {
-    const at::NoGradGuard no_grad;
-    actor.note(gather.call({weight}, 0)[0].square().mean());
-  };
-  for (int number = 0; number < 3; ++number) {
-    reads(net.left.get()->weight);
-    actor.wait(1, 0);
-    actor.on(1, [&] { reads(net.right.get()->weight); });
-    churn(actor);
-    actor.wait(0, 1);
-    actor.loss(actor.input(number)).backward();
-    step(actor);
-    actor.engine().zero_grad();
-  }
-}
-
 Options holding() {
   Options options = small_buckets();
   options.hold_unsharded = true;
@@ -404,8 +380,6 @@ const std::vector<Scenario>& scenarios() {
        SGD{.lr = 0.1, .momentum = 0.9}, delivered_weight},
       {"", "put-off", "one weight's gradients that were put off are written under several streams", holding(),
        AdamW{.lr = 1e-2}, put_off},
-      {"", "whole-graph", "a compiled graph reads gathered memory under one stream that came under another, and frees it",
-       small_buckets(), AdamW{.lr = 1e-2}, whole_graph},
       {"", "deterministic", "shares of a deterministic step, from two streams", deterministic(), AdamW{.lr = 1e-2},
        shares},
   };

@@ -124,20 +124,18 @@ void Home::abandon() {
 
 c10::DataPtr Home::take_memory() {
   c10::StorageImpl& storage = *whole.storage().unsafeGetStorageImpl();
-  lanes.begin_part(whole.device());
-  if (in_use()) {
-    at::Tensor copy = whole.clone();
-    lanes.end_part(whole.device());
-    c10::StorageImpl& other = *copy.storage().unsafeGetStorageImpl();
-    return other.set_data_ptr(other.allocator()->allocate(0));
+  if (!in_use() && whole.is_cpu()) {
+    withdraw();
+    c10::DataPtr memory = storage.set_data_ptr(storage.allocator()->allocate(0));
+    empty_storage(storage, "plumb: released");
+    full = ahead = false;
+    return memory;
   }
+  lanes.begin_part(whole.device());
+  at::Tensor copy = whole.clone();
   lanes.end_part(whole.device());
-  lanes.keep(storage.data_ptr());  // whoever takes it frees it while kernels may still run
-  withdraw();
-  c10::DataPtr memory = storage.set_data_ptr(storage.allocator()->allocate(0));
-  empty_storage(storage, "plumb: released");
-  full = ahead = false;
-  return memory;
+  c10::StorageImpl& other = *copy.storage().unsafeGetStorageImpl();
+  return other.set_data_ptr(other.allocator()->allocate(0));
 }
 
 void Home::bring_home() {
