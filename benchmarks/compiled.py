@@ -7,8 +7,9 @@ holds all variants of a group, and they take their steps in turn: a round is a f
 is divided by that of the group's first in the same round, so that a busy machine slows all alike. Printed are the median
 times; the medians and quartiles of those ratios; and both by the processor's clock, which counts what all threads of a rank
 did and nothing that it waited. ``--host`` takes a model so small that hardly anything but the host's work is left. ``--memory``
-instead runs each variant in processes of its own and prints what a step takes at most above what the process has between steps. ``--device
-cuda`` has one rank, on a GPU.
+instead runs each variant in processes of its own and prints what a step takes at most above what there is between steps: bytes of tensors,
+which are counted and no matter of chance, and of the process. ``--device cuda`` has one rank, on a GPU, which shards nothing; with
+``--ranks 2`` two that share it, over gloo.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from torch_peers import ADAMW, Block, Gpt, deepspeed, fsdp2, plain, with_optimiz
 
 Step = tuple[Any, Callable[[torch.Tensor], None], Callable[[], None]]
 
+# Of this process and of its ranks, which read the same, also where they are not forked.
+DEVICE = os.environ.get("PLUMB_BENCH_DEVICE", "cpu")
+HOST = os.environ.get("PLUMB_BENCH_HOST") == "1"  # a step is nearly all the host's work
+
 
 class Model(Gpt):  # type: ignore[misc]
-    LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = 6, 4, 256, 64, 512
-
-    @classmethod
-    def shrink(cls) -> None:
-        """So that a step is nearly all the host's work."""
-        cls.HEADS, cls.WIDTH, cls.CONTEXT, cls.VOCABULARY = 2, 16, 8, 32
+    LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY = (6, 2, 16, 8, 32) if HOST else (6, 4, 256, 64, 512)
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -113,7 +113,6 @@ SHARDED: dict[str, Callable[[Any], Step]] = {
 
 GROUPS = {"replicated": REPLICATED, "sharded": SHARDED}
 CLOCKS = (time.perf_counter, time.process_time)
-DEVICE = os.environ.get("PLUMB_BENCH_DEVICE", "cpu")  # of this process and of its ranks, which read the same
 
 
 def synchronize() -> None:
@@ -152,7 +151,10 @@ def begin() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable()
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    alone = os.environ.get("WORLD_SIZE") == "1"
+    dist.init_process_group("nccl" if DEVICE == "cuda" and alone else "gloo")  # NCCL refuses ranks that share a device
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
     torch._dynamo.config.recompile_limit = 64
 
 
@@ -186,8 +188,20 @@ def status(field: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 
-def most_memory(group: str, name: str) -> float:
-    """MB that a step takes at most above what the process has between steps, once everything is compiled."""
+def most_tensors(step: Callable[[], Any]) -> float:
+    """MB of tensors that a step has at most above what it begins with. (Not what ranks of one machine read in place of each other.)"""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most / 2**20
+
+
+def most_memory(group: str, name: str) -> tuple[float, float]:
+    """MB of tensors and of the process that a step takes at most above what there is between steps, once everything is compiled."""
     begin()
     variant = Variant(GROUPS[group][name])
     for _ in range(4):
@@ -197,13 +211,15 @@ def most_memory(group: str, name: str) -> float:
         torch.cuda.reset_peak_memory_stats()
         for _ in range(4):
             variant.step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        most = (torch.cuda.max_memory_allocated() - before) / 2**20
+        return most, most
     between = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # forget the peak
     for _ in range(4):
         variant.step()
-    return status("VmHWM") - between
+    of_process = status("VmHWM") - between
+    return most_tensors(variant.step), of_process
 
 
 def quartiles(values: list[float]) -> str:
@@ -219,19 +235,23 @@ def main() -> None:
     parser.add_argument("--group", choices=GROUPS)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--host", action="store_true")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: one rank on one GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: on one GPU")
+    parser.add_argument("--ranks", type=int, help="2; on a GPU 1")
     options = parser.parse_args()
     os.environ["PLUMB_BENCH_DEVICE"] = options.device
-    ranks, method = (1, "spawn") if options.device == "cuda" else (2, None)
-    if options.host:
-        Model.shrink()
+    on_gpu = options.device == "cuda"
+    ranks, method = options.ranks or (1 if on_gpu else 2), "spawn" if on_gpu else None
+    if options.host and not HOST:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PLUMB_BENCH_HOST": "1"})
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.memory and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # so that what is freed is gone
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
     for group in GROUPS if options.group is None else [options.group]:
         if options.memory:
             for name in wanted(group, options.only):
-                print(f"{name:42s} {max(plumb.spawn(most_memory, ranks, (group, name), timeout=1000, method=method)):8.1f} MB", flush=True)
+                most = plumb.spawn(most_memory, ranks, (group, name), timeout=1000, method=method)
+                tensors, process = (max(column) for column in zip(*most, strict=True))
+                print(f"{name:42s} {tensors:8.2f} MB of tensors {process:8.1f} MB of the process", flush=True)
             continue
         times, losses = plumb.spawn(measure, ranks, (group, options.rounds, options.steps, options.only), timeout=3000, method=method)[0]
         first = next(iter(times))

@@ -128,6 +128,22 @@ def _skip_hooks() -> None:
 _skip_hooks()
 
 
+def _open_region(tracer: Any) -> None:
+    """A region that is compiled once for many calls (``nested_compile_region``) is partitioned before any pass of ours sees it, and would
+    save whole parameters. One with a unit inside becomes part of the graph around it."""
+    import torch._dynamo.config as config
+
+    while tracer is not None:
+        if getattr(tracer.source_target, "_name", None) == "invoke_subgraph":
+            if not hasattr(config, "inline_invoke_subgraph"):
+                raise _C.Error(
+                    "a unit with sharded parameters is inside of a nested_compile_region, and this torch cannot make that a part of the"
+                    " graph around it: leave nested_compile_region out, or compile without fullgraph=True"
+                )
+            config.inline_invoke_subgraph = True
+        tracer = tracer.parent
+
+
 def install() -> None:
     """From now on a unit that is traced into a whole graph leaves its mark there; elsewhere the graph breaks around it."""
     import torch._dynamo
@@ -145,6 +161,8 @@ def install() -> None:
 
     def in_one_graph() -> bool:
         translator: Any = InstructionTranslator.current_tx()
+        if translator.one_graph:
+            _open_region(translator.output.current_tracer)
         return bool(translator.one_graph)
 
     in_one_graph = torch._dynamo.assume_constant_result(in_one_graph)  # type: ignore[no-untyped-call]

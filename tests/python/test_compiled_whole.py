@@ -45,6 +45,21 @@ class Again(Deep):
         return super().forward(super().forward(x))
 
 
+class Regions(Deep):
+    """Blocks that are traced once for all of them."""
+
+    def forward(self, x: torch.Tensor, around: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = region(block, x)
+        return self.last(x)
+
+
+@torch.compiler.nested_compile_region
+def region(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
 class Halves(Deep):
     """Parameters are cast inside."""
 
@@ -154,6 +169,7 @@ def most_gathered(kind: type[Net], backend: Any, transport: str) -> tuple[list[R
 CASES = [
     (Deep, AOT_EAGER, "shm"), (Deep, AOT_EAGER, "gloo"), (Deep, "aot_eager", "shm"), (Deep, "inductor", "shm"),
     (Deep, "inductor", "gloo"), (Checkpointed, AOT_EAGER, "shm"), (Checkpointed, "inductor", "shm"), (Halves, AOT_EAGER, "shm"), (Again, AOT_EAGER, "shm"),
+    (Regions, AOT_EAGER, "shm"), (Regions, "inductor", "shm"),
 ]  # fmt: skip
 
 
