@@ -39,7 +39,8 @@ std::string now() {
 at::Tensor plain(const at::Tensor& value) { return value.detach().resolve_conj().resolve_neg(); }
 
 // One file: its header and its tensors.
-void write_file(save::NewFile& file, const std::string& name, const std::vector<SavedItem>& items, save::Manifest& manifest) {
+void write_file(save::NewFile& file, const std::string& name, const std::vector<SavedItem>& items,
+                save::Manifest& manifest) {
   std::vector<save::TensorInFile> places;
   for (const SavedItem& item : items) {
     places.push_back({item.tensor.in_file(), item.tensor.dtype,
@@ -94,7 +95,7 @@ std::string optimizer_name(const Optimizer& optimizer) {
 }
 
 std::vector<SavedItem> items_of(Engine::Impl& impl, const SaveOptions& options, const Outer* outer,
-                           const NamedTensors& generators) {
+                                const NamedTensors& generators) {
   Reducer& reducer = *impl.reducer;
   const Mesh& mesh = reducer.team().mesh();
   const int rank = impl.world.rank(), size = impl.world.size();
@@ -127,9 +128,9 @@ std::vector<SavedItem> items_of(Engine::Impl& impl, const SaveOptions& options, 
     if (buffer && rank != 0) continue;  // rank 0's count, and another's may differ until the next step
     const at::Tensor memory = slot.memory.defined() ? slot.memory : plain(slot.owner).contiguous().view({-1});
     // The memory of an optimizer of ours is in nobody else's reach; a user's own may show its state to anybody.
-    const auto changed_by = slot.kind != Kind::optimizer       ? SavedItem::ChangedBy::anybody
-                            : impl.updater->is_users() ? SavedItem::ChangedBy::torch
-                                                       : SavedItem::ChangedBy::step;
+    const auto changed_by = slot.kind != Kind::optimizer ? SavedItem::ChangedBy::anybody
+                            : impl.updater->is_users()   ? SavedItem::ChangedBy::torch
+                                                         : SavedItem::ChangedBy::step;
     add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded, changed_by);
     if (buffer) {
       own.push_back(std::move(replicated.back()));
@@ -200,9 +201,8 @@ save::Manifest manifest_of(Engine::Impl& impl, const SaveOptions& options, const
   for (const Extra& extra : options.extras) extras.emplace_back(extra.name);
   Json scale;
   if (impl.scaler.on()) {
-    scale = Json::Object{{"scale", impl.scaler.scale()},
-                         {"good_steps", impl.scaler.good_steps()},
-                         {"patience", impl.scaler.patience()}};
+    scale = Json::Object{
+        {"scale", impl.scaler.scale()}, {"good_steps", impl.scaler.good_steps()}, {"patience", impl.scaler.patience()}};
   }
   manifest.engine = {{"optimizer", optimizer_name(impl.updater->optimizer())},
                      {"lr", impl.updater->rates().lr()},

@@ -38,7 +38,7 @@ struct SavedItem {
 // This rank's share, in the engine's own memory where that is in order. Between Units::begin_update() and end_update().
 // `generators`: states of this rank's random generators beside torch's.
 std::vector<SavedItem> items_of(Engine::Impl& impl, const SaveOptions& options, const Outer* outer,
-                           const NamedTensors& generators);
+                                const NamedTensors& generators);
 // Without tensors and files.
 save::Manifest manifest_of(Engine::Impl& impl, const SaveOptions& options, const Outer* outer);
 // Brings items of the host to files of the folder `path` whose names end with `end`; the text of this rank's manifest.

@@ -150,7 +150,7 @@ Saving::Taken Saving::take(const SaveOptions& options, const Outer* outer, Copy 
     for (SavedItem& item : taken.items) {
       auto& kind = item.changed_by == SavedItem::ChangedBy::anybody ? tensors.now
                    : item.changed_by == SavedItem::ChangedBy::torch ? tensors.held
-                                                               : tensors.later;
+                                                                    : tensors.later;
       kind.push_back(&item.memory);
     }
     copies_.take(tensors);

@@ -87,7 +87,7 @@ std::string save(Trained& run, const std::string& folder, const Outer* outer) {
 // The thread that writes comes to nothing before the user has changed his state, and before the next step.
 TEST(OuterState, IsSavedInTheBackgroundAsItWasAtTheCall) {
   const Scratch scratch;
-  torch::nn::Linear model(300, 300, torch::nn::LinearOptions().bias(false));
+  torch::nn::Linear model(torch::nn::LinearOptions(300, 300).bias(false));
   Engine engine(World(), *model, NoOptimizer{});
   const auto step = [&](const at::Tensor& state) {
     engine.backward(model->forward(at::ones({2, 300})).square().sum());

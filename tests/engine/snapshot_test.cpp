@@ -91,16 +91,15 @@ TEST(Snapshot, WhoeverFinishesItReturnsWhenAllOfItIsCopied) {
   }
 }
 
-bool is_plain_memory(const at::Tensor& tensor) {
-  return !c10::impl::cow::is_cow_data_ptr(tensor.storage().unsafeGetStorageImpl()->_data_ptr_no_checks());
-}
+bool is_plain_memory(const at::Tensor& tensor) { return !c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr()); }
 
 // Writes come before anything is copied: whole tensors, views of them, one of two that lie in the same memory.
 TEST(Snapshot, HoldsWhatIsWrittenThroughTorchMeanwhile) {
   for (int round = 0; round < 2; ++round) {  // one that is finished by the writer, one by whoever steps
     Snapshot snapshot;
     const at::Tensor flat = at::randn({1 << 18}), alone = at::randn({300, 300});
-    const std::vector<at::Tensor> live = {flat.narrow(0, 3, 1 << 16), flat.narrow(0, 1 << 17, 1 << 16), alone.view({-1})};
+    const std::vector<at::Tensor> live = {flat.narrow(0, 3, 1 << 16), flat.narrow(0, 1 << 17, 1 << 16),
+                                          alone.view({-1})};
     std::vector<at::Tensor> held = live;
     const std::vector<at::Tensor> then = clones(live);
     snapshot.take({.now = {}, .held = pointers(held), .later = {}});

@@ -245,6 +245,7 @@ def keep_and_draw(folder: str, save: bool) -> tuple[Any, list[list[float]], str]
     model = torch.nn.Linear(3, 2)
     optimizer = Warm(model.parameters(), lr=0.1)
     engine = plumb.Engine(model, optimizer)
+    other = torch.nn.Linear(3, 2)
     refused = ""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(10 * rank + (1 if save else 2))
@@ -254,7 +255,6 @@ def keep_and_draw(folder: str, save: bool) -> tuple[Any, list[list[float]], str]
             engine.step()
             engine.zero_grad()
         dcp.save({"engine": engine}, checkpoint_id=folder)
-        other = torch.nn.Linear(3, 2)
         loses = plumb.Engine(other, Beside(other.parameters(), lr=0.1))
         with pytest.raises(plumb.Error) as caught:
             loses.state_dict()
