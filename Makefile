@@ -50,7 +50,7 @@ fuzz:  ## run the scenario fuzzer for FUZZ_SECONDS (1800), from SEED if given
 
 soak:  ## train for SOAK_SECONDS (1800) while ranks are killed and stopped at random, from SEED if given; after every fault once
 	@scripts/build build plumb plumb_cli_tests
-	PLUMB_FAULTS=all build/bin/plumb_cli_tests --gtest_brief=1 --gtest_filter='*FaultTrials*'
+	@scripts/faults build $(ARGS)
 	@scripts/soak build/bin/plumb $(SEED)
 
 format:  ## lay out all C++ files by .clang-format (CHECK=yes: only look)

@@ -342,17 +342,20 @@ class Engine:
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
         """
-        outer, refusal = None, ""
-        if self._steps is not None:
-            assert isinstance(self.optimizer, torch.optim.Optimizer)
-            try:
+        outer: _C.Outer | None = None
+        refusal, where = "", ""
+        words: list[Any] = []
+        left: list[str] = []
+        try:
+            samples, keep, where = _given.whole(samples, "samples"), _given.whole(keep, "keep"), os.fsdecode(folder)
+            words, left = _save.words(extras), sorted(leave_out)
+            if self._steps is not None:
+                assert isinstance(self.optimizer, torch.optim.Optimizer)
                 outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
-            except Exception as error:  # noqa: BLE001  (every rank hears of it)
-                refusal = str(error).removeprefix("plumb: ") or type(error).__name__
-        words = _save.words(extras)
-        return self._engine.save(
-            os.fspath(folder), samples, keep, background, words, outer, sorted(leave_out), _save.generators(), refusal
-        )
+        except Exception as error:  # noqa: BLE001  (every rank hears of it)
+            refusal = str(error).removeprefix("plumb: ") or type(error).__name__
+            samples = keep = 0
+        return self._engine.save(where, samples, keep, background, words, outer, left, _save.generators(), refusal)
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""
@@ -366,7 +369,7 @@ class Engine:
         Unless every saved byte is read and every place is filled, an Error on every rank, before anything is changed.
         ``strict=False``: what fits is loaded, and ``LoadInfo.table()`` says what did not.
         """
-        return self._apply(self._engine.begin_load(os.fspath(path), strict, _save.words(extras), self._steps is not None))
+        return self._apply(self._engine.begin_load(os.fsdecode(path), strict, _save.words(extras), self._steps is not None))
 
     def _apply(self, loading: _C.Loading) -> LoadInfo:
         outer = loading.outer
@@ -377,8 +380,8 @@ class Engine:
             if outer.text:
                 assert self._steps is not None and isinstance(self.optimizer, torch.optim.Optimizer)
                 _save.check(self.optimizer, self._names, outer)
-        except Error as error:
-            refusal = str(error)
+        except Exception as error:  # noqa: BLE001  (every rank hears of it)
+            refusal = str(error).removeprefix("plumb: ") or type(error).__name__
         loading.accept(refusal)
         loading.apply()
         for restore in generators:
@@ -393,7 +396,7 @@ class Engine:
 
         The optimizer and the step stay as they are: for fine-tuning. Buffers that are not persistent may be missing.
         """
-        return self._engine.load_weights(os.fspath(path), strict, self._passing)
+        return self._engine.load_weights(os.fsdecode(path), strict, self._passing)
 
     def state_dict(self) -> dict[str, Any]:
         """For ``torch.distributed.checkpoint``: ``dcp.save({"engine": engine}, …)``, ``dcp.async_save`` and ``dcp.load``.

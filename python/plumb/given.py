@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Union
@@ -35,6 +36,16 @@ def named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
         if tensor.is_meta:
             raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
     return result
+
+
+def whole(value: Any, what: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise Error(f"{what} is {value!r}; expected a whole number") from None
+    if abs(number) >= 2**63:
+        raise Error(f"{what} is {number}; expected less than 2**63")
+    return number
 
 
 def uncompiled(name: str) -> str:

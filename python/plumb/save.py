@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import collections
 import functools
 import json
 import math
@@ -33,6 +34,9 @@ class Stateful(Protocol):
 
 Extras = Mapping[str, Stateful]
 _JSON = "json"
+_MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter,  # MultiStepLR's milestones are counted
+}  # fmt: skip
 _PACKED = f"/{_JSON}"  # behind the key of optimizer state that is no tensor and no number
 
 
@@ -45,16 +49,26 @@ def pack(value: Any, what: str) -> list[tuple[str, torch.Tensor]]:
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, complex):
+            return {"complex": [one(value.real, where), one(value.imag, where)]}
         if isinstance(value, torch.Tensor):
+            if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.is_meta:
+                kind = "tensor of the meta device" if value.is_meta else type(value).__name__
+                raise Error(f"{where} is a {kind}; a checkpoint holds tensors with numbers of their own")
             tensors.append((f"{len(tensors)}", value.detach()))
             return {"tensor": tensors[-1][0]}
+        if isinstance(value, torch.Size):
+            return {"size": list(value)}
+        if isinstance(value, collections.deque):
+            return {"deque": [one(item, f"{where}[{i}]") for i, item in enumerate(value)], "longest": value.maxlen}
         if isinstance(value, (list, tuple)):
             items = [one(item, f"{where}[{i}]") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {"tuple": items}
         if isinstance(value, (set, frozenset)):
             return {"set": [one(item, where) for item in sorted(value, key=repr)]}
         if isinstance(value, Mapping):
-            return {"dict": [[one(key, where), one(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+            word = next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "dict")
+            return {word: [[one(key, where), one(item, f"{where}[{key!r}]")] for key, item in value.items()]}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, argparse.Namespace):
@@ -86,6 +100,12 @@ def unpack(packed: list[tuple[str, torch.Tensor]]) -> Any:
             return {one(item) for item in value["set"]}
         if "float" in value:
             return float(value["float"])
+        if "complex" in value:
+            return complex(*one(value["complex"]))
+        if "size" in value:
+            return torch.Size(value["size"])
+        if "deque" in value:
+            return collections.deque((one(item) for item in value["deque"]), value["longest"])
         if "bytes" in value:
             return base64.b64decode(value["bytes"])
         if "namespace" in value:
@@ -99,13 +119,19 @@ def unpack(packed: list[tuple[str, torch.Tensor]]) -> Any:
             import numpy
 
             return numpy.array(one(value["value"]), dtype=value["numpy"])[()]
-        return {one(key): one(item) for key, item in value["dict"]}
+        ((word, items),) = value.items()
+        return _MAPPINGS[word]({one(key): one(item) for key, item in items})
 
     return one(json.loads(bytes(tensors[_JSON].tolist()).decode()))
 
 
 def words(extras: Extras | None) -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     """The extras as the binding takes them."""
+    if extras is not None and not isinstance(extras, Mapping):
+        raise Error(f"extras is a {type(extras).__name__}; expected a dict of things with state_dict() by name")
+    for name in extras or {}:
+        if not isinstance(name, str):
+            raise Error(f"an extra is called {name!r}; expected a name")
     result: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = []
     for name, thing in (extras or {}).items():
 
@@ -209,7 +235,7 @@ def _value(text: Any) -> Any:
     return torch.tensor(_value(text["value"]), dtype=getattr(torch, text["scalar"])).reshape(text.get("shape", ()))
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+def check_whole(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """An Error where a checkpoint would not hold all that this optimizer has."""
     kind = type(optimizer)
     optim.refuse_foreign(optimizer, names, "build the engine after the optimizer has all its groups")
@@ -222,11 +248,29 @@ def _check_whole(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Non
             )
 
 
+def general_of(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """What it keeps of no parameter in particular."""
+    return [[_text(key, "a key of the optimizer's state"), _text(value, f"'{key}' of the optimizer's state")]
+        for key, value in optimizer.state.items() if not torch.is_tensor(key)]  # fmt: skip
+
+
+def names_of_general(outer: dict[str, Any]) -> list[str]:
+    return [repr(_value(name)) for name, _ in outer.get("general", [])]
+
+
+def set_general(optimizer: torch.optim.Optimizer, saved: list[list[Any]]) -> None:
+    general: dict[Any, Any] = optimizer.state  # what is kept beside the parameters' own
+    for name in [name for name in general if not torch.is_tensor(name)]:
+        del general[name]
+    for name, text in saved:
+        general[_value(name)] = _value(text)
+
+
 def collect(
     optimizer: torch.optim.Optimizer, steps: optim.Whole | optim.Pieces, names: dict[int, str], rank: int
 ) -> Outer:
     """The optimizer's state, by the parameters' names; of pieces where this rank holds pieces."""
-    _check_whole(optimizer, names)
+    check_whole(optimizer, names)
     tensors: list[OuterTensor] = []
     values: dict[str, dict[str, Any]] = {}
     groups = []
@@ -250,10 +294,7 @@ def collect(
                     tensors.append(OuterTensor(Place.whole, name, key, value))
                 elif steps.speaks_for(parameter, rank):
                     tensors.append(OuterTensor(Place.other, name, key, value))
-    # What it keeps of no parameter in particular.
-    general = [[_text(key, "a key of the optimizer's state"), _text(value, f"'{key}' of the optimizer's state")]
-        for key, value in optimizer.state.items() if not torch.is_tensor(key)]  # fmt: skip
-    text = json.dumps({"class": type(optimizer).__name__, "groups": groups, "values": values, "general": general})
+    text = json.dumps({"class": type(optimizer).__name__, "groups": groups, "values": values, "general": general_of(optimizer)})
     return Outer(tensors, text)
 
 
@@ -264,6 +305,7 @@ def check(optimizer: torch.optim.Optimizer, names: dict[int, str], outer: Outer)
 
 def fits(optimizer: torch.optim.Optimizer, names: dict[int, str], saved: dict[str, Any]) -> None:
     """An Error unless this optimizer's class and groups are the saved ones."""
+    optim.refuse_foreign(optimizer, names, "build the engine after the optimizer has all its groups")
     here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in saved["groups"]]
     if saved["class"] != type(optimizer).__name__:
@@ -312,8 +354,4 @@ def restore(
                     value = value.value if stays else value.value.to(parameter.device)
                 state[key] = value
             steps.set_state(parameter, state, begin)
-    general: dict[Any, Any] = optimizer.state  # what is kept beside the parameters' own
-    for name in [name for name in general if not torch.is_tensor(name)]:
-        del general[name]
-    for name, text in saved.get("general", []):
-        general[_value(name)] = _value(text)
+    set_general(optimizer, saved.get("general", []))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import json
 import math
 from collections import OrderedDict, defaultdict
@@ -171,7 +172,7 @@ def state_dict(engine: "Engine") -> dict[str, Any]:
     outer: dict[str, Any] | None = None
     if engine._steps is not None:
         outer = _outer(engine, state)
-    mine = {"generators": [base64.b64encode(bytes(torch.get_rng_state().tolist())).decode()]}
+    mine = {name: base64.b64encode(bytes(bits.tolist())).decode() for name, bits in _generators()}
     run = {
         **words,
         "samples": 0,
@@ -179,12 +180,42 @@ def state_dict(engine: "Engine") -> dict[str, Any]:
         "own": words["optimizer"],
         "without": [] if outer is None else outer.pop("without"),
         "buffers": buffers,
-        "generators": [json.loads(text)["generators"][0] for text in native.exchange(json.dumps(mine), "state_dict()")],
+        "generators": [json.loads(text) for text in native.exchange(json.dumps(mine), "state_dict()")],  # by rank
         "shapes": _shapes(model, state),
     }
     if outer is None and words["optimizer"] != "none":
         run["without"] = sorted(set(state) - set(words["updates"]))
     return {"model": model, "optim": {"state": state}, "run": json.dumps(run)}
+
+
+_TORCHS = {"cpu": (torch.get_rng_state, torch.set_rng_state), "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
+
+
+def _generators() -> list[tuple[str, torch.Tensor]]:
+    """This rank's random generators: torch's, Python's and numpy's."""
+    ours = [name for name in _TORCHS if name == "cpu" or torch.cuda.is_available()]
+    return [*((name, _TORCHS[name][0]()) for name in ours), *_save.generators()]
+
+
+def _set_generators(saved: list[Any], rank: int) -> None:
+    """A rank that was not there before gets numbers of its own, the same whenever this is loaded."""
+    by_rank = [one if isinstance(one, dict) else {"cpu": one} for one in saved]  # torch's alone, as it was written before
+    first, own = by_rank[0], by_rank[rank] if rank < len(by_rank) else {}
+    others = []
+    for name, text in first.items():
+        bits = base64.b64decode(text)
+        seed = int.from_bytes(hashlib.blake2b(bits + rank.to_bytes(8, "little"), digest_size=8).digest(), "little")
+        state = torch.tensor(list(base64.b64decode(own[name])), dtype=torch.uint8) if name in own else None
+        if name not in _TORCHS:
+            others.append((name, state, seed))
+        elif name == "cuda" and not torch.cuda.is_available():
+            continue
+        elif state is not None:
+            _TORCHS[name][1](state)
+        else:
+            (torch.default_generator if name == "cpu" else torch.cuda.default_generators[torch.cuda.current_device()]).manual_seed(seed % 2**63)
+    for restore in _save.check_generators(others):
+        restore()
 
 
 def _shapes(model: dict[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -203,6 +234,7 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
             " rank to know all of its state: use engine.save()"
         )
     names = engine._names
+    _save.check_whole(optimizer, names)
     groups: list[dict[str, Any]] = []
     values: dict[str, dict[str, Any]] = {}
     without: list[str] = []
@@ -235,7 +267,7 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
                     state.setdefault(name, {})[key] = Shards.of_flat(parameter, value, begin)
                 else:
                     raise Error(f"'{key}' of '{name}' has shape {list(value.shape)}, which is not the parameter's: use engine.save()")
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values, "without": without}
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values, "without": without, "general": _save.general_of(optimizer)}
 
 
 def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -294,10 +326,7 @@ def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
     native.refill(values, json.dumps(words))
     if engine._steps is not None:
         _restore(engine, given, run)
-    states = run["generators"]
-    rank = engine.world.rank
-    if rank < len(states):
-        torch.set_rng_state(torch.tensor(list(base64.b64decode(states[rank])), dtype=torch.uint8))
+    _set_generators(run["generators"], engine.world.rank)
 
 
 def _check(engine: "Engine", given: dict[str, Any], run: dict[str, Any], words: dict[str, Any]) -> None:
@@ -340,3 +369,4 @@ def _restore(engine: "Engine", given: dict[str, Any], run: dict[str, Any]) -> No
             if name not in run["without"]:
                 state.update({key: _save._value(text) for key, text in outer["values"].get(name, {}).items()})
             steps.set_state(parameter, state, begin)
+    _save.set_general(optimizer, outer.get("general", []))

@@ -1,43 +1,22 @@
 #include "engine/saving.h"
 
 #include <ATen/ATen.h>
-#include <torch/version.h>
 
-#include <chrono>
-#include <ctime>
+#include <algorithm>
 #include <deque>
 #include <filesystem>
 
 #include "engine/impl.h"
-#include "engine/slots.h"
-#include "save/tensors.h"
-#include "save/xxh3.h"
 #include "watch/road.h"
 
 namespace plumb {
 
-using save::Kind;
-
-// What this rank writes: some elements of one tensor.
-struct Saving::Item {
-  save::SavedTensor tensor;  // without parts
-  at::Tensor memory;         // contiguous, of elements [begin, end)
-  int64_t begin = 0, end = 0;
-  enum class ChangedBy { anybody, step } changed_by = ChangedBy::anybody;
-  bool whole() const { return begin == 0 && end == tensor.numel(); }
-};
-
 struct Saving::Taken {
-  std::vector<Item> items;
+  std::vector<SavedItem> items;
   save::Manifest manifest;
 };
 
 namespace {
-
-std::string file_of(Kind kind) {
-  const bool state = kind == Kind::optimizer || kind == Kind::optimizer_value;
-  return kind == Kind::weight ? "weights" : state ? "optimizer" : "rest";
-}
 
 std::string numbered(int number) {
   const std::string digits = std::to_string(number);
@@ -51,215 +30,7 @@ std::string absolute(const std::string& folder) {
   return found.empty() ? folder : found;
 }
 
-std::string now() {
-  const std::time_t seconds = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
-  std::tm parts{};
-  gmtime_r(&seconds, &parts);
-  char text[32];
-  std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
-}
-
-// Its numbers as they lie in memory, though it be the conjugate or the negative of what lies there.
-at::Tensor plain(const at::Tensor& value) { return value.detach().resolve_conj().resolve_neg(); }
-
-// One file: its header and its tensors.
-template <class Items>
-void write_file(save::NewFile& file, const std::string& name, const Items& items, save::Manifest& manifest) {
-  std::vector<save::TensorInFile> places;
-  for (const auto& item : items) {
-    places.push_back({item.tensor.in_file(), item.tensor.dtype,
-                      item.whole() && item.tensor.strides.empty() ? item.tensor.shape
-                                                                  : std::vector<int64_t>{item.end - item.begin}});
-  }
-  const std::string head = save::header_of(places, {{"format", "pt"}});
-  file.write(head.data(), head.size());
-  const auto number = static_cast<int64_t>(manifest.files.size());
-  uint64_t bytes = head.size();
-  for (const auto& item : items) {
-    save::Xxh3 checksum;
-    file.write(item.memory.const_data_ptr(), item.memory.nbytes(), checksum);
-    bytes += item.memory.nbytes();
-    save::SavedTensor& tensor = manifest.tensors.emplace_back(item.tensor);
-    tensor.parts = {{number, item.begin, item.end, checksum.value()}};
-  }
-  manifest.files.push_back({name, bytes, save::xxh3(head.data(), head.size())});
-}
-
 }  // namespace
-
-std::string optimizer_name(const Optimizer& optimizer) {
-  constexpr const char* names[] = {"AdamW", "Adam", "SGD", "RMSprop", "none", "the user's"};
-  return names[optimizer.index()];
-}
-
-// Replicas hold the same items: each writes an equal share of their bytes.
-std::vector<Saving::Item> Saving::shared_out(std::vector<Item> items, int64_t index, int64_t count) {
-  int64_t total = 0;
-  for (const Item& item : items) total += static_cast<int64_t>(item.memory.nbytes());
-  const auto cut = [&](int64_t i) {
-    return static_cast<int64_t>(static_cast<double>(total) / static_cast<double>(count) * static_cast<double>(i));
-  };
-  const int64_t first = index == 0 ? 0 : cut(index), last = index + 1 == count ? total : cut(index + 1);
-  std::vector<Item> mine;
-  int64_t at = 0;
-  for (Item& item : items) {
-    const int64_t each = item.memory.element_size();
-    const int64_t numel = item.end - item.begin;
-    const int64_t begin = std::clamp<int64_t>((first - at + each - 1) / each, 0, numel);
-    const int64_t end = std::clamp<int64_t>((last - at + each - 1) / each, 0, numel);
-    at += numel * each;
-    const bool empty = numel == 0 && item.tensor.numel() == 0 && index == 0;  // somebody says that it is there
-    if (begin >= end && !empty) continue;
-    item.memory = item.memory.narrow(0, begin, end - begin);
-    item.end = item.begin + end;
-    item.begin += begin;
-    mine.push_back(std::move(item));
-  }
-  return mine;
-}
-
-std::vector<Saving::Item> Saving::snapshot(const SaveOptions& options, const Outer* outer, Copy copy,
-                                           const NamedTensors& generators) {
-  Reducer& reducer = *impl_.reducer;
-  const Mesh& mesh = reducer.team().mesh();
-  const int rank = impl_.world.rank(), size = impl_.world.size();
-  const int replica = rank / mesh.shard, part = rank % mesh.shard;
-  const std::set<std::string> left_out(options.leave_out.begin(), options.leave_out.end());
-  std::vector<Item> sharded, replicated, own;
-  const auto add = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& like,
-                       const at::Tensor& memory, int64_t begin, const std::vector<int64_t>& strides, bool cut,
-                       Item::ChangedBy changed_by) {
-    Item item;
-    item.tensor = {kind,
-                   name,
-                   key,
-                   dtype_name(memory.scalar_type(), save::to_string(kind) + " '" + name + "'"),
-                   like.sizes().vec(),
-                   strides,
-                   cut,
-                   {}};
-    item.memory = memory;
-    item.begin = begin;
-    item.end = begin + memory.numel();
-    item.changed_by = changed_by;
-    // An empty part of a tensor that has elements is nobody's.
-    if (cut && memory.numel() == 0 && !(like.numel() == 0 && part == 0)) return;
-    (cut ? sharded : replicated).push_back(std::move(item));
-  };
-  for (const SavedSlot& slot : slots_of(impl_, updates_of(impl_))) {
-    if (slot.kind == Kind::weight && left_out.contains(slot.name)) continue;
-    const bool buffer = slot.kind == Kind::buffer;
-    if (buffer && rank != 0) continue;  // rank 0's count, and another's may differ until the next step
-    const at::Tensor memory = slot.memory.defined() ? slot.memory : plain(slot.owner).contiguous().view({-1});
-    // The memory of an optimizer of ours is in nobody else's reach.
-    const bool ours = slot.kind == Kind::optimizer && !impl_.updater->is_users();
-    add(slot.kind, slot.name, slot.key, slot.owner, memory, slot.begin, slot.strides(), slot.sharded,
-        ours ? Item::ChangedBy::step : Item::ChangedBy::anybody);
-    if (buffer) {
-      own.push_back(std::move(replicated.back()));
-      replicated.pop_back();
-    }
-  }
-  const auto add_own = [&](Kind kind, const std::string& name, const std::string& key, const at::Tensor& value) {
-    if (!value.defined() || value.layout() != at::kStrided || value.is_quantized()) {
-      throw Error(save::to_string(kind) + " '" + name + "'" + (key.empty() ? "" : " (" + key + ")") +
-                  " is no dense tensor; a checkpoint holds those alone");
-    }
-    Item item;
-    const std::string dtype = dtype_name(value.scalar_type(), save::to_string(kind) + " '" + name + "'");
-    item.tensor = {kind, name, key, dtype, value.sizes().vec(), {}, false, {}};
-    item.memory = plain(value).contiguous().view({-1});
-    item.end = item.memory.numel();
-    own.push_back(std::move(item));
-  };
-  std::map<std::string, at::Tensor> parameters(impl_.parameters.begin(), impl_.parameters.end());
-  for (const OuterTensor& one : outer != nullptr ? outer->tensors : std::vector<OuterTensor>{}) {
-    if (one.place == OuterTensor::Place::other) {
-      if (replica == 0) add_own(Kind::optimizer_value, one.parameter, one.key, one.value);
-      continue;
-    }
-    SavedSlot slot;
-    slot.owner = parameters.at(one.parameter);
-    at::Tensor memory = plain(one.value);
-    if (one.place == OuterTensor::Place::whole && memory.strides() == slot.owner.strides() &&
-        memory.is_non_overlapping_and_dense()) {
-      memory =
-          memory.as_strided({memory.numel()}, {1}, memory.storage_offset());  // in the order of its parameter already
-    } else if (one.place == OuterTensor::Place::whole) {
-      memory = at::empty({slot.owner.numel()}, one.value.options());
-      view_in(memory, 0, slot.owner).copy_(one.value.detach());
-    }
-    add(Kind::optimizer, one.parameter, one.key, slot.owner, memory.contiguous().view({-1}), one.begin, slot.strides(),
-        one.place == OuterTensor::Place::piece && reducer.shards(reducer.row().state), Item::ChangedBy::anybody);
-  }
-  for (const Extra& extra : rank == 0 ? options.extras : std::vector<Extra>{}) {
-    if (!extra.save) throw Error("the extra '" + extra.name + "' has no function to save with");
-    for (const auto& [key, value] : extra.save()) add_own(Kind::extra, extra.name, key, value);
-  }
-  const std::string whose = "rank " + std::to_string(rank);
-  for (at::Generator& generator : saved_generators()) {
-    std::lock_guard lock(generator.mutex());
-    add_own(Kind::generator, c10::DeviceTypeName(generator.device().type(), /*lower_case=*/true), whose,
-            generator.get_state().clone());
-  }
-  for (const auto& [name, state] : generators) add_own(Kind::generator, name, whose, state);
-  std::vector<Item> mine = shared_out(std::move(sharded), replica, mesh.replicate);
-  for (Item& item : shared_out(std::move(replicated), rank, size)) mine.push_back(std::move(item));
-  for (Item& item : own) mine.push_back(std::move(item));
-  if (copy == Copy::yes) {
-    std::vector<at::Tensor*> now, later;
-    for (Item& item : mine) (item.changed_by == Item::ChangedBy::step ? later : now).push_back(&item.memory);
-    copies_.take(now, later);
-  } else {
-    for (Item& item : mine) item.memory = item.memory.to(at::kCPU).contiguous();
-  }
-  return mine;
-}
-
-save::Manifest Saving::manifest(const SaveOptions& options, const Outer* outer) const {
-  using save::Json;
-  save::Manifest manifest;
-  const Reducer& reducer = *impl_.reducer;
-  manifest.step = reducer.steps();
-  manifest.samples = options.samples;
-  manifest.ranks = impl_.world.size();
-  Json::Object updates;
-  for (const auto& [name, count] : updates_of(impl_)) updates.emplace_back(name, count);
-  Json::Array order, group_lrs, extras;
-  for (const std::string& name : reducer.order()) order.emplace_back(name);
-  for (const double lr : impl_.updater->rates().group_lrs()) group_lrs.emplace_back(lr);
-  for (const Extra& extra : options.extras) extras.emplace_back(extra.name);
-  Json scale;
-  if (impl_.scaler.on()) {
-    scale = Json::Object{{"scale", impl_.scaler.scale()},
-                         {"good_steps", impl_.scaler.good_steps()},
-                         {"patience", impl_.scaler.patience()}};
-  }
-  manifest.engine = {{"optimizer", optimizer_name(impl_.updater->optimizer())},
-                     {"lr", impl_.updater->rates().lr()},
-                     {"group_lrs", std::move(group_lrs)},
-                     {"loss_scale", std::move(scale)},
-                     {"deterministic", impl_.options.deterministic},
-                     {"virtual_ranks", impl_.options.virtual_ranks},
-                     {"updates", std::move(updates)},
-                     {"order", std::move(order)},
-                     {"extras", std::move(extras)},
-                     {"outer", outer != nullptr ? Json::parse(outer->text, "the optimizer's state") : Json()}};
-  const Mesh& mesh = impl_.reducer->team().mesh();
-  std::string names;
-  for (const auto& [name, parameter] : impl_.parameters) {
-    names += c10::str(name, " ", parameter.scalar_type(), " ", parameter.sizes(), "\n");
-  }
-  manifest.provenance = {{"plumb", PLUMB_VERSION},
-                         {"torch", TORCH_VERSION},
-                         {"written", now()},
-                         {"strategy", impl_.options.strategy},
-                         {"mesh", Json::Object{{"replicate", mesh.replicate}, {"shard", mesh.shard}}},
-                         {"backend", impl_.world.backend()},
-                         {"model", save::hex(save::xxh3(names.data(), names.size()))}};
-  return manifest;
-}
 
 Where Saving::here(const std::string& what) const { return impl_.reducer->here(Where::Kind::step, what); }
 
@@ -358,13 +129,14 @@ void Saving::begin(const std::string& folder, const SaveOptions& options, const 
         before_writing();
         road_of(impl_.world).beside(Point::write);
         copies_.finish();
-        return write(std::move(taken), path, end);
+        return write_items(std::move(taken.items), std::move(taken.manifest), path, end);
       },
       copy == Copy::no ? alone() : Task::Runs::beside);
 }
 
 std::string Saving::write_alone(const std::string& folder, int64_t samples) {
-  return write(take({.samples = samples}, nullptr, Copy::no, {}), folder, ending());
+  Taken taken = take({.samples = samples}, nullptr, Copy::no, {});
+  return write_items(std::move(taken.items), std::move(taken.manifest), folder, ending());
 }
 
 // What this rank is to write, as it is now.
@@ -372,23 +144,21 @@ Saving::Taken Saving::take(const SaveOptions& options, const Outer* outer, Copy 
   at::NoGradGuard no_grad;
   std::deque<Bucket>& buckets = impl_.reducer->buckets();
   for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
-  Taken taken{snapshot(options, outer, copy, generators), manifest(options, outer)};
+  Taken taken{items_of(impl_, options, outer, generators), manifest_of(impl_, options, outer)};
+  if (copy == Copy::yes) {
+    ToCopy tensors;
+    for (SavedItem& item : taken.items) {
+      auto& kind = item.changed_by == SavedItem::ChangedBy::anybody ? tensors.now
+                   : item.changed_by == SavedItem::ChangedBy::torch ? tensors.held
+                                                                    : tensors.later;
+      kind.push_back(&item.memory);
+    }
+    copies_.take(tensors);
+  } else {
+    for (SavedItem& item : taken.items) item.memory = item.memory.to(at::kCPU).contiguous();
+  }
   for (Bucket& bucket : buckets) bucket.lanes.end_all(bucket.device());
   return taken;
-}
-
-// The files of one rank, on the disk; the text of its manifest.
-std::string Saving::write(Taken taken, const std::string& path, const std::string& end) {
-  std::map<std::string, std::vector<Item>> files;
-  for (Item& item : taken.items) files[file_of(item.tensor.kind)].push_back(std::move(item));
-  taken.items.clear();
-  std::deque<save::NewFile> written;
-  for (const auto& [name, members] : files) {
-    write_file(written.emplace_back(path + "/" + name + end), name + end, members, taken.manifest);
-  }
-  for (save::NewFile& file : written) file.flush();
-  for (save::NewFile& file : written) file.finish();
-  return taken.manifest.write();
 }
 
 // A rank that is waited for by nobody needs no thread for what it waits for itself.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/items.h"
 #include "engine/snapshot.h"
 #include "engine/together.h"
 #include "plumb/engine.h"
@@ -16,25 +17,7 @@
 
 namespace plumb {
 
-// State of an optimizer that is not the engine's: one value of one parameter.
-struct OuterTensor {
-  // Elements of the parameter's memory from `begin` on; the whole value of the parameter's shape; or a value of a shape of
-  // its own, which one rank of a replica gives.
-  enum class Place { piece, whole, other } place = Place::other;
-  std::string parameter, key;
-  at::Tensor value;
-  int64_t begin = 0;
-};
-
-struct Outer {
-  std::vector<OuterTensor> tensors;
-  std::string text;  // JSON of everything else
-};
-
 enum class Copy { no, yes };  // the memory that is written is the engine's own, or a copy of it
-
-// As a checkpoint spells it.
-std::string optimizer_name(const Optimizer& optimizer);
 
 class Saving {
  public:
@@ -50,8 +33,8 @@ class Saving {
              const NamedTensors& generators = {}, const std::string& refusal = "");
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
-  // The engine may change its own memory: what is under way has a copy of all of it.
-  void settle() { copies_.finish(); }
+  // The engine and the user's optimizer may change their memory: what is under way has a copy of all of it.
+  void settle() { copies_.settle(); }
   // Alone, where the others may be gone: this rank's part, at once, into files of a folder that is there. The text of its
   // manifest; those of all ranks, joined, are a checkpoint's.
   std::string write_alone(const std::string& folder, int64_t samples);
@@ -61,15 +44,10 @@ class Saving {
   std::function<void()> before_writing = [] {};  // for tests: what the thread that writes does first
 
  private:
-  struct Item;
   struct Taken;
   Taken take(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
-  static std::string write(Taken taken, const std::string& path, const std::string& end);
   std::string ending() const;
   Task::Runs alone() const;
-  std::vector<Item> snapshot(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
-  static std::vector<Item> shared_out(std::vector<Item> items, int64_t index, int64_t count);
-  save::Manifest manifest(const SaveOptions& options, const Outer* outer) const;
   std::string prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal);
   std::string begin_files(const std::string& folder);
   void advance(Wait wait);

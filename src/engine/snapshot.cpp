@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@ constexpr int64_t kAligned = 64;
 constexpr size_t kBlock = 1 << 20;    // bytes that one thread copies at a time
 constexpr int64_t kThread = 4 << 20;  // bytes for which another thread is worth its start
 constexpr int64_t kThreads = 8;
+constexpr size_t kHeld = 64 << 10;  // bytes for which holding memory is worth what it costs
 
 int64_t room_of(const at::Tensor& tensor) {
   return (static_cast<int64_t>(tensor.nbytes()) + kAligned - 1) / kAligned * kAligned;
@@ -55,14 +57,18 @@ void work_together(Copying& copying) {
 
 }  // namespace
 
-void Copying::add(const at::Tensor& from, const at::Tensor& to) {
-  const auto* begin = static_cast<const char*>(from.const_data_ptr());
+void Copying::add(const char* from, const at::Tensor& to) {
   auto* target = static_cast<char*>(to.mutable_data_ptr());
-  for (size_t at = 0; at < from.nbytes(); at += kBlock) {
-    blocks_.push_back({begin + at, target + at, std::min(kBlock, from.nbytes() - at)});
+  for (size_t at = 0; at < to.nbytes(); at += kBlock) {
+    blocks_.push_back({from + at, target + at, std::min(kBlock, to.nbytes() - at)});
   }
-  bytes_ += static_cast<int64_t>(from.nbytes());
-  tensors_.insert(tensors_.end(), {from, to});
+  bytes_ += static_cast<int64_t>(to.nbytes());
+  tensors_.push_back(to);
+}
+
+void Copying::add(const at::Tensor& from, const at::Tensor& to) {
+  add(static_cast<const char*>(from.const_data_ptr()), to);
+  tensors_.push_back(from);
 }
 
 void Copying::work() {
@@ -80,12 +86,33 @@ void Copying::clear() {
   next_ = copied_ = 0;
 }
 
-void Snapshot::take(const std::vector<at::Tensor*>& now, const std::vector<at::Tensor*>& later) {
-  rest_.clear();
+const char* Held::hold(const at::Tensor& tensor) {
+  c10::StorageImpl& owners = *tensor.storage().unsafeGetStorageImpl();
+  auto found = memories_.find(&owners);
+  if (found == memories_.end()) {
+    auto ours = c10::impl::cow::lazy_clone_storage(owners);
+    if (ours == nullptr) return nullptr;
+    found = memories_.emplace(&owners, Memory{tensor.storage(), std::move(ours)}).first;
+  }
+  return static_cast<const char*>(found->second.ours->data()) +
+         tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+}
+
+void Held::let_go() {
+  for (auto& [_, memory] : memories_) {
+    memory.ours.reset();
+    // Nobody else holds it, so that this copies nothing: kernels that write from several threads find plain memory.
+    memory.owners.mutable_data();
+  }
+  memories_.clear();
+}
+
+void Snapshot::take(const ToCopy& tensors) {
+  let_go();
   int64_t total = 0;
   bool pinned = false;
-  for (const auto* tensors : {&now, &later}) {
-    for (const at::Tensor* tensor : *tensors) {
+  for (const auto* all : {&tensors.now, &tensors.held, &tensors.later}) {
+    for (const at::Tensor* tensor : *all) {
       total += room_of(*tensor);
       pinned = pinned || tensor->is_cuda();
     }
@@ -99,10 +126,13 @@ void Snapshot::take(const std::vector<at::Tensor*>& now, const std::vector<at::T
   std::vector<at::Tensor> originals;  // live until they are copied
   std::vector<c10::Device> busy;
   int64_t at = 0;
-  const auto place = [&](at::Tensor& tensor, Copying& copying) {
+  const auto is_plain = [](const at::Tensor& tensor) { return tensor.is_cpu() && tensor.is_contiguous(); };
+  const auto place = [&](at::Tensor& tensor, Copying& copying, const char* held) {
     const at::Tensor copy = memory_.narrow(0, at, static_cast<int64_t>(tensor.nbytes())).view(tensor.scalar_type());
     at += room_of(tensor);
-    if (tensor.is_cpu() && tensor.is_contiguous()) {
+    if (held != nullptr) {
+      copying.add(held, copy);
+    } else if (is_plain(tensor)) {
       copying.add(tensor, copy);
     } else {
       copy.copy_(tensor, /*non_blocking=*/true);
@@ -111,12 +141,26 @@ void Snapshot::take(const std::vector<at::Tensor*>& now, const std::vector<at::T
     }
     tensor = copy;
   };
-  for (at::Tensor* tensor : now) place(*tensor, at_once);
-  for (at::Tensor* tensor : later) place(*tensor, rest_);
+  for (at::Tensor* tensor : tensors.now) place(*tensor, at_once, nullptr);
+  for (at::Tensor* tensor : tensors.held) {
+    const char* held = is_plain(*tensor) && tensor->nbytes() >= kHeld ? held_.hold(*tensor) : nullptr;
+    place(*tensor, held != nullptr ? rest_ : at_once, held);
+  }
+  for (at::Tensor* tensor : tensors.later) place(*tensor, rest_, nullptr);
   work_together(at_once);
   for (const c10::Device& device : busy) {
     if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
   }
+}
+
+void Snapshot::settle() {
+  finish();
+  held_.let_go();
+}
+
+void Snapshot::let_go() {
+  rest_.clear();
+  held_.let_go();
 }
 
 }  // namespace plumb

@@ -171,7 +171,8 @@ FolderLock::FolderLock(const std::string& folder) {
     const int error = errno;
     close(std::exchange(fd_, -1));
     if (error == EWOULDBLOCK) {
-      throw Error("another run writes checkpoints into '" + folder + "'; give each run a folder of its own");
+      throw Error("another run writes checkpoints into '" + folder +
+                  "', or another engine of this one; give each a folder of its own");
     }
     fail("lock", path, error);
   }

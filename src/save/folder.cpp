@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
 #include <limits>
 
 #include "plumb/error.h"
@@ -43,6 +44,13 @@ std::string prepared(const std::string& root) {
   if (root.empty()) throw Error("the folder for checkpoints has no name");
   make_folder(root);
   if (is_checkpoint(root)) throw Error("'" + root + "' is a checkpoint itself; name the folder that it lies in");
+  std::error_code ignored;
+  for (auto path = std::filesystem::canonical(root, ignored); path.has_relative_path(); path = path.parent_path()) {
+    const std::string above = path.parent_path().string();
+    if (read_name("", path.parent_path().filename().string()) && is_checkpoint(above)) {
+      throw Error("'" + root + "' lies in the checkpoint '" + above + "', which is nobody's to write to");
+    }
+  }
   return root;
 }
 

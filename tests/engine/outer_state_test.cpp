@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <future>
+
 #include "engine/loading.h"
 #include "engine/saving.h"
 #include "save/support/folder.h"
@@ -80,6 +82,39 @@ std::string save(Trained& run, const std::string& folder, const Outer* outer) {
   run.engine.impl().saving = saving;
   saving->begin(folder, {}, outer, Copy::no);
   return saving->finish();
+}
+
+// The thread that writes comes to nothing before the user has changed his state, and before the next step.
+TEST(OuterState, IsSavedInTheBackgroundAsItWasAtTheCall) {
+  const Scratch scratch;
+  torch::nn::Linear model(torch::nn::LinearOptions(300, 300).bias(false));
+  Engine engine(World(), *model, NoOptimizer{});
+  const auto step = [&](const at::Tensor& state) {
+    engine.backward(model->forward(at::ones({2, 300})).square().sum());
+    engine.step();
+    state.add_(1);
+    engine.zero_grad();
+  };
+  const at::Tensor average = at::randn({300, 300}), untouched = at::randn({300, 300});
+  const at::Tensor then = average.clone(), same = untouched.clone();
+  std::promise<void> changed;
+  auto saving = std::make_shared<Saving>(engine.impl());
+  engine.impl().saving = saving;
+  saving->before_writing = [&] { changed.get_future().wait(); };
+  const Outer outer{{{OuterTensor::Place::whole, "weight", "average", average},
+                     {OuterTensor::Place::whole, "weight", "untouched", untouched}},
+                    "{}"};
+  saving->begin(scratch.path("all"), {}, &outer, Copy::yes);
+  average.mul_(2);  // between the call and the step, which settles the rest
+  step(average);
+  step(untouched);
+  EXPECT_TRUE(average.equal(then * 2 + 1));
+  changed.set_value();
+  saving->finish();
+  Loading loading(engine.impl(), scratch.path("all"), {}, OuterState::taken);
+  ASSERT_EQ(loading.outer().tensors.size(), 2u);
+  EXPECT_TRUE(loading.outer().tensors[0].value.equal(then));
+  EXPECT_TRUE(loading.outer().tensors[1].value.equal(same));
 }
 
 TEST(OuterState, GoesFromAnyWorldAndPlaceToAnyOther) {

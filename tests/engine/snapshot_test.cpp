@@ -2,6 +2,7 @@
 #include "engine/snapshot.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/impl/COW.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -60,7 +61,7 @@ TEST(Snapshot, HasEveryByteOfWhatWasThere) {
     if (round == 1) now.resize(4);  // less than before
     {
       const Threads threads(round == 2 ? 1 : 4);
-      snapshot.take(pointers(now), pointers(later));
+      snapshot.take({.now = pointers(now), .held = {}, .later = pointers(later)});
     }
     for (const at::Tensor& tensor : live) tensor.fill_(120);  // nobody waits for what may change at any moment
     snapshot.finish();
@@ -74,7 +75,7 @@ TEST(Snapshot, WhoeverFinishesItReturnsWhenAllOfItIsCopied) {
   Snapshot snapshot;
   for (int i = 0; i < 200; ++i) {
     std::vector<at::Tensor> later = {at::full({1 << 20}, i % 100, at::kByte)};
-    snapshot.take({}, pointers(later));
+    snapshot.take({.now = {}, .held = {}, .later = pointers(later)});
     std::latch together(2);
     uint8_t last[2] = {255, 255};
     const auto finish = [&](int who) {
@@ -90,11 +91,76 @@ TEST(Snapshot, WhoeverFinishesItReturnsWhenAllOfItIsCopied) {
   }
 }
 
+bool is_plain_memory(const at::Tensor& tensor) { return !c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr()); }
+
+// Writes come before anything is copied: whole tensors, views of them, one of two that lie in the same memory.
+TEST(Snapshot, HoldsWhatIsWrittenThroughTorchMeanwhile) {
+  for (int round = 0; round < 2; ++round) {  // one that is finished by the writer, one by whoever steps
+    Snapshot snapshot;
+    const at::Tensor flat = at::randn({1 << 18}), alone = at::randn({300, 300});
+    const std::vector<at::Tensor> live = {flat.narrow(0, 3, 1 << 16), flat.narrow(0, 1 << 17, 1 << 16),
+                                          alone.view({-1})};
+    std::vector<at::Tensor> held = live;
+    const std::vector<at::Tensor> then = clones(live);
+    snapshot.take({.now = {}, .held = pointers(held), .later = {}});
+    live[0].add_(1);
+    alone.t().select(0, 7).zero_();
+    flat.mul_(2);
+    if (round == 0) snapshot.finish();
+    snapshot.settle();
+    expect_equal(held, then);
+    EXPECT_TRUE(live[0].equal((then[0] + 1) * 2));
+    EXPECT_TRUE(live[1].equal(then[1] * 2));
+    EXPECT_EQ(alone.select(1, 7).count_nonzero().item<int64_t>(), 0);
+    snapshot.let_go();
+    live[0].fill_(5);  // the copies are no business of the originals any more
+    expect_equal(held, then);
+  }
+}
+
+TEST(Snapshot, GivesBackWhatItHeldAsItWas) {
+  Snapshot snapshot;
+  const at::Tensor original = at::randn({1 << 16});
+  const void* place = original.const_data_ptr();
+  std::vector<at::Tensor> held = {original};
+  snapshot.take({.now = {}, .held = pointers(held), .later = {}});
+  EXPECT_FALSE(is_plain_memory(original));
+  snapshot.settle();
+  EXPECT_TRUE(is_plain_memory(original));
+  original.add_(1);
+  EXPECT_EQ(original.const_data_ptr(), place);
+  EXPECT_EQ(original.storage().use_count(), 1);
+  // Whoever forgets to settle leaves nothing behind, either.
+  {
+    Snapshot other;
+    held = {original};
+    other.take({.now = {}, .held = pointers(held), .later = {}});
+  }
+  EXPECT_TRUE(is_plain_memory(original));
+  EXPECT_EQ(original.const_data_ptr(), place);
+}
+
+TEST(Snapshot, CopiesAtOnceWhatItCannotHold) {
+  Snapshot snapshot;
+  std::vector<float> of_others(1 << 16, 3);
+  const std::vector<at::Tensor> live = {at::from_blob(of_others.data(), {1 << 16}, at::kFloat), at::randn({10}),
+                                        at::randn({1 << 16, 2}).select(1, 1)};
+  std::vector<at::Tensor> held = live;
+  const std::vector<at::Tensor> then = clones(live);
+  snapshot.take({.now = {}, .held = pointers(held), .later = {}});
+  for (const at::Tensor& one : live) {
+    EXPECT_TRUE(is_plain_memory(one));
+    one.fill_(7);
+  }
+  snapshot.settle();
+  expect_equal(held, then);
+}
+
 TEST(Snapshot, LetsGoOfWhatItCopied) {
   Snapshot snapshot;
   const at::Tensor original = at::ones({100});
   std::vector<at::Tensor> now = {original}, later = {original};
-  snapshot.take(pointers(now), pointers(later));
+  snapshot.take({.now = pointers(now), .held = {}, .later = pointers(later)});
   EXPECT_EQ(original.use_count(), 2);  // it still has to copy one of them
   snapshot.finish();
   snapshot.let_go();

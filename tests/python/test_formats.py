@@ -268,3 +268,40 @@ def test_reads_the_checkpoints_of_engines_with_plumbs_own_optimizers(tmp_path: P
     assert {key for kind, _, key in found if kind == "state"} == {"exp_avg", "exp_avg_sq"}
     assert float(found["value", "one.bias", "step"]) == 2.0 and contents.optimizer is not None and contents.optimizer.kind == "AdamW"
     engine.close()
+
+
+class Counts:
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state_dict()
+
+
+def test_what_has_no_place_in_the_other_format_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["warm"] = 7  # type: ignore[index,assignment]
+    with plumb.Engine(model, optimizer) as engine:
+        engine.save(tmp_path / "a", samples=12, extras={"loader": Counts()})
+    warm = "what the optimizer keeps of no parameter: 'warm'"
+    lost = {
+        "dcp": [warm, "the extra 'loader'", "the cursor of the data, 12 samples"],
+        "deepspeed": [warm, "the extra 'loader'"],
+        "safetensors": ["the optimizer's state", "the extra 'loader'", "the cursor of the data, 12 samples"],
+        "plumb": [warm],
+    }
+    for target, expected in lost.items():
+        assert main(["--from", "plumb", "--to", target, str(tmp_path / "a"), str(tmp_path / target)]) == 0
+        said = capsys.readouterr().err
+        for what in expected:
+            assert f"  not taken along: {what}" in said, (target, said)
+        assert ("cursor" in said) == (target in ("dcp", "safetensors")), (target, said)
+
+
+def test_a_conversion_that_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors.save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    for _ in range(2):
+        assert main(["--from", "safetensors", "--to", "deepspeed", str(tmp_path / "model.safetensors"), str(tmp_path / "new")]) == 1
+        assert "there is no optimizer state, without which DeepSpeed loads no universal folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -322,5 +323,88 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(plumb.SaveError, match="is a checkpoint itself; name the folder that it lies in"):
             engine.save(path)
         assert sorted(path.iterdir()) == before
+        with pytest.raises(plumb.SaveError, match="lies in the checkpoint"):
+            engine.save(path / "deeper")
+        engine.load(path)
         (tmp_path / f"save-{2**63 - 1}-step-1").mkdir()
         assert Path(engine.save(tmp_path)).name == "save-00000002-step-0"  # that one is none of ours
+
+
+def test_a_load_beside_an_optimizer_that_got_strangers_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def run() -> str:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = plumb.Engine(model, optimizer)
+        engine.save(tmp_path / "all")
+        if engine.world.rank == 1:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
+        before = model.weight.detach().clone()
+        with pytest.raises(plumb.Error) as caught:
+            engine.load(tmp_path / "all")
+        assert torch.equal(model.weight, before)
+        engine.close()
+        return str(caught.value)
+
+    for said in plumb.spawn(run, 2, method="thread"):
+        assert "failed on rank 1" in said and "of shape [4], is none of the engine's" in said
+
+
+def test_arguments_that_are_none_are_refused_on_every_rank_in_words(tmp_path: Path) -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "samples is 1.5; expected a whole number": {"samples": 1.5},
+        "samples is None; expected a whole number": {"samples": None},
+        f"samples is {2**63}; expected less than": {"samples": 2**63},
+        "keep is 'x'; expected a whole number": {"keep": "x"},
+        "extras is a list; expected a dict": {"extras": [Gives(1)]},
+        "an extra is called 1; expected a name": {"extras": {1: Gives(1)}},
+        "'int' object is not iterable": {"leave_out": 5},
+        "expected str, bytes or os.PathLike object, not int": {"folder": 5},
+    }
+
+    def run() -> list[str]:
+        said = []
+        with plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD()) as engine:
+            for words in wrong.values():
+                given = {"folder": tmp_path / "all", **(words if engine.world.rank == 1 else {})}
+                with pytest.raises(plumb.SaveError) as caught:
+                    engine.save(given.pop("folder"), **given)
+                said.append(str(caught.value))
+            engine.save(tmp_path / "all", samples=numpy.int64(7), keep=torch.tensor(2))  # type: ignore[arg-type]
+            assert engine.load(tmp_path / "all").samples == 7
+        return said
+
+    for rank in plumb.spawn(run, 2, method="thread"):
+        for expected, said in zip(wrong, rank, strict=True):
+            assert "failed on rank 1" in said and expected in said and len(said) < 300, said
+
+
+class Gives:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_extras_keep_the_kinds_of_what_they_hold(tmp_path: Path) -> None:
+    values = [
+        collections.Counter("aab"), collections.OrderedDict(b=1, a=[2]), collections.deque([1, (2, 3)], maxlen=5), collections.deque(),
+        torch.Size([2, 3]), 1 + 2j, complex("nan"), {"counter": 1, "size": [2], "deque": 3}, {1: {(2, 3): None}}, {},
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+    with plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD()) as engine:
+        given = Gives(values)
+        engine.save(tmp_path, extras={"all": given, "schedule": schedule})
+        given.value = schedule.milestones = None  # type: ignore[assignment]
+        engine.load(tmp_path, extras={"all": given, "schedule": schedule})
+        assert [type(one) for one in given.value] == [type(one) for one in values]
+        assert repr(given.value) == repr(values)
+        assert sorted(schedule.milestones.elements()) == [2, 2, 4]
+        hollow = {"engine": engine.state_dict(), "of the meta device": torch.ones(2, device="meta")}
+        for what, value in hollow.items():
+            with pytest.raises(plumb.SaveError, match=r"extra 'it'.* is a (Shards|tensor of the meta device); a checkpoint holds tensors with numbers"):
+                engine.save(tmp_path, extras={"it": Gives(value)})

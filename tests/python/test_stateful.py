@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -221,3 +223,58 @@ def test_shards_are_for_checkpoints_alone() -> None:
     with pytest.raises(plumb.Error, match=r"torch.distributed.checkpoint alone"):
         value + 1
     assert json.dumps([list(value.shape)]) == "[[3]]" and "Shards" in repr(value)
+
+
+class Warm(torch.optim.SGD):
+    """Keeps something of no parameter in particular."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: dict[Any, Any] = self.state
+        state["warm"] = state.get("warm", 0) + 1
+        return super().step(closure)
+
+
+class Beside(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "beside": 5}
+
+
+def keep_and_draw(folder: str, save: bool) -> tuple[Any, list[list[float]], str]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.Linear(3, 2)
+    optimizer = Warm(model.parameters(), lr=0.1)
+    engine = plumb.Engine(model, optimizer)
+    other = torch.nn.Linear(3, 2)
+    refused = ""
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(10 * rank + (1 if save else 2))
+    if save:
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            engine.step()
+            engine.zero_grad()
+        dcp.save({"engine": engine}, checkpoint_id=folder)
+        loses = plumb.Engine(other, Beside(other.parameters(), lr=0.1))
+        with pytest.raises(plumb.Error) as caught:
+            loses.state_dict()
+        refused = str(caught.value)
+        loses.close()
+    else:
+        dcp.load({"engine": engine}, checkpoint_id=folder)
+    drawn = [[torch.rand(()).item(), random.random(), float(numpy.random.rand())] for _ in range(2)]
+    warm = optimizer.state["warm"]  # type: ignore[index]
+    engine.close()
+    dist.barrier()
+    return warm, drawn, refused
+
+
+def test_state_of_no_parameter_and_every_generator_come_along(tmp_path: Path) -> None:
+    saved = plumb.spawn(keep_and_draw, 2, (str(tmp_path / "all"), True))
+    loaded = plumb.spawn(keep_and_draw, 3, (str(tmp_path / "all"), False))
+    again = plumb.spawn(keep_and_draw, 3, (str(tmp_path / "all"), False))
+    assert [one[0] for one in loaded] == [3, 3, 3]
+    assert [one[1] for one in loaded[:2]] == [one[1] for one in saved]
+    assert loaded[2][1] == again[2][1]  # a rank that was not there before: numbers of its own, the same each time
+    assert all(loaded[2][1][0][i] != saved[rank][1][0][i] for rank in range(2) for i in range(3))
+    assert "has 'beside' beside its state and groups" in saved[0][2]

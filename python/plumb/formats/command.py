@@ -48,16 +48,14 @@ def main(arguments: list[str]) -> int:
             contents.aliases[other] = name
         if words.masters:
             contents = with_masters(contents)
-        where = write(words.target, words.new, contents, words.ranks, deepspeed=words.source == "deepspeed" and not words.bare)
+        keeps_deepspeeds = words.source == "deepspeed" and not words.bare
+        where = write(words.target, words.new, contents, words.ranks, deepspeed=keeps_deepspeeds)
     except (Error, OSError) as error:
         print(f"plumb: {str(error).removeprefix('plumb: ')}", file=sys.stderr)
         return 1
     total = sum(entry.bytes for entry in contents.entries)
     print(f"{where}: {len(contents.entries)} tensors, {total / 1e6:.1f} MB, step {contents.step}")
-    left = list(contents.notes)
-    if words.target == "safetensors" and contents.optimizer is not None:
-        left.append("the optimizer's state")
-    for note in left:
+    for note in [*contents.notes, *without_a_place(words.target, contents, keeps_deepspeeds)]:
         print(f"  not taken along: {note}", file=sys.stderr)
     return 0
 
@@ -79,6 +77,23 @@ def write(target: str, path: str, contents: Contents, ranks: int = 1, deepspeed:
         return zero.write(path, contents, ranks)
     plain.write(path, contents)
     return path
+
+
+def without_a_place(target: str, contents: Contents, keeps_deepspeeds: bool) -> list[str]:
+    """What was read and is not in what was written, for people."""
+    left = []
+    if target == "safetensors" and contents.optimizer is not None:
+        left.append("the optimizer's state")
+    if contents.optimizer is not None and contents.optimizer.general:
+        left.append(f"what the optimizer keeps of no parameter: {', '.join(contents.optimizer.general)}")
+    if target != "plumb":
+        left += [f"the extra '{name}'" for name in sorted(contents.extras)]
+    if target in ("dcp", "safetensors") and contents.samples:
+        left.append(f"the cursor of the data, {contents.samples} samples")
+    if target in ("dcp", "safetensors") or (target == "plumb" and not keeps_deepspeeds):
+        beside = {"the schedule": contents.schedule, "client_state": contents.user, "the counters of DeepSpeed's engine": contents.counters}
+        left += [what for what, value in beside.items() if value]
+    return left
 
 
 def with_masters(contents: Contents) -> Contents:

@@ -47,6 +47,7 @@ class Optimizer:
 
     kind: str
     groups: list[dict[str, Any]]
+    general: list[str] = field(default_factory=list)  # names of what it keeps of no parameter
 
 
 @dataclass

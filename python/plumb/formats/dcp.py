@@ -143,6 +143,7 @@ def _settle(contents: Contents, run: dict[str, Any], groups: Any, kind: str) -> 
             contents.optimizer = Optimizer(
                 outer["class"],
                 [{"params": g["params"], **{k: _save._value(v) for k, v in g["settings"].items()}} for g in outer["groups"]],
+                _save.names_of_general(outer),
             )
         return
     if isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups):

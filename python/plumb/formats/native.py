@@ -46,11 +46,11 @@ def read(path: str) -> Contents:
             {"params": group["params"], **{key: _save._value(text) for key, text in group["settings"].items()}}
             for group in outer["groups"]
         ]
-        contents.optimizer = Optimizer(outer["class"], groups)
+        contents.optimizer = Optimizer(outer["class"], groups, _save.names_of_general(outer))
         for name, values in outer["values"].items():
             contents.entries += [_scalar(name, key, _save._value(text)) for key, text in values.items()]
     if any(tensor.kind == "generator" for tensor in saved.tensors):
-        contents.notes.append("the states of torch's random generators")
+        contents.notes.append("the states of random generators")
     if engine["loss_scale"] is not None:
         contents.notes.append("the loss scale")
     record = _deepspeed.record_of(saved)

@@ -358,19 +358,22 @@ def write(path: str, contents: Contents, ranks: int) -> str:
     zero = os.path.join(folder, "zero")
     if os.path.exists(folder):
         raise Error(f"'{folder}' is there already")
-    os.makedirs(zero)
     if contents.optimizer is None:
         raise Error("there is no optimizer state, without which DeepSpeed loads no universal folder")
     state = contents.by_parameter()
     shapes: list[dict[str, torch.Size]] = []
     weights = {entry.name: entry for entry in contents.of("weight")}
+    for name in (name for group in contents.optimizer.groups for name in group["params"]):
+        if name not in weights:
+            raise Error(f"the optimizer has a parameter '{name}', and there is no such weight")
+        if os.path.relpath(os.path.join(zero, name), zero) != name:
+            raise Error(f"parameter '{name}' cannot be the name of a folder")
+    os.makedirs(zero)
     step: torch.Tensor | None = None
     for group in contents.optimizer.groups:
         shapes.append({name: torch.Size(weights[name].shape) for name in group["params"]})
         for name in group["params"]:
             where = os.path.join(zero, name)
-            if os.path.relpath(where, zero) != name:
-                raise Error(f"parameter '{name}' cannot be the name of a folder")
             os.makedirs(where)
             own = state.get(name, {})
             master = own.get("master", weights[name])
