@@ -18,9 +18,12 @@ void Reducer::prepare_capture() {
 }
 
 void Reducer::note_capture() {
-  for (Bucket& bucket : buckets_) {
-    if (bucket.has_gradient() && capturing(bucket.device())) bucket.captured = true;
-  }
+  buckets_.for_devices([&](c10::Device device) {
+    if (!capturing(device)) return;
+    for (Bucket& bucket : buckets_) {
+      if (bucket.device() == device && bucket.has_gradient()) bucket.captured = true;
+    }
+  });
 }
 
 // A replay fills the memory of the gradients, and .grad must still show it.

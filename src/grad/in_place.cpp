@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <algorithm>
+#include <utility>
+
 namespace plumb {
 namespace {
 
@@ -71,32 +74,52 @@ void InPlace::wrote_fused(const OpenPass* pass, Sink& sink) {
   }
 }
 
-// The sinks settle here rather than one by one as gradients come: then a gradient is scaled while it is copied, and a
-// device copies a whole bucket in one kernel.
+// A device that reduces with nobody has nothing to begin early. It copies in as few calls as the memory allows, which holds
+// every gradient twice until then.
+int64_t InPlace::together(c10::Device device, int64_t /*bucket_bytes*/) const {
+  constexpr int64_t bytes = 64 << 20;
+  return team_.size() == 1 && !device.is_cpu() ? bytes : 0;
+}
+
 void InPlace::begin(Bucket& bucket, const Where&) {
   buckets_.make_gradient(bucket, Buckets::Blank::padding);
-  const double mean = hook_ ? 1.0 : 1.0 / divisor_;
-  const bool batched = !bucket.device().is_cpu();
-  if (batched) copy_together(bucket);
-  for (Sink* sink : bucket.sinks) {
-    try {
-      settle(*sink, batched ? 1.0 : mean);
-    } catch (...) {
-      note_failure();
-      sink->view.zero_();
+  if (bucket.alone) return reduce({&bucket});
+  outgoing_.push_back(&bucket);
+}
+
+// On the stream that begin() left as the last one to use each of them.
+void InPlace::send() {
+  if (!outgoing_.empty()) reduce(std::exchange(outgoing_, {}));
+}
+
+// The sinks settle here rather than one by one as gradients come: then a gradient is scaled while it is copied, and a
+// device copies whole buckets in one kernel.
+void InPlace::reduce(const std::vector<Bucket*>& buckets) {
+  copy_together(buckets);
+  for (Bucket* one : buckets) {
+    Bucket& bucket = *one;
+    const double mean = hook_ ? 1.0 : 1.0 / divisor_;
+    const bool batched = !bucket.device().is_cpu();
+    for (Sink* sink : bucket.sinks) {
+      try {
+        settle(*sink, batched ? 1.0 : mean);
+      } catch (...) {
+        note_failure();
+        sink->view.zero_();
+      }
     }
-  }
-  ledger_.reduced(bucket.index);
-  if (hook_) {
-    try {
-      c10d::GradBucket as_asked = as_torchs(bucket, buckets_.size());
-      answers_[bucket.index] = hook_->runHook(as_asked);
-    } catch (...) {
-      note_failure();
+    ledger_.reduced(bucket.index);
+    if (hook_) {
+      try {
+        c10d::GradBucket as_asked = as_torchs(bucket, buckets_.size());
+        answers_[bucket.index] = hook_->runHook(as_asked);
+      } catch (...) {
+        note_failure();
+      }
+    } else if (team_.size() > 1) {
+      if (batched) bucket.gradient.mul_(mean);
+      bucket.reduction = std::make_shared<Pending>(team_.data().all_reduce(bucket.gradient));
     }
-  } else if (team_.size() > 1) {
-    if (batched) bucket.gradient.mul_(mean);
-    bucket.reduction = std::make_shared<Pending>(team_.data().all_reduce(bucket.gradient));
   }
 }
 
@@ -118,24 +141,40 @@ void InPlace::arrived(Bucket& bucket, const Where&) {
   }
 }
 
-// Copies every plain gradient of the bucket to its place with one call, and makes the places their .grad.
-void InPlace::copy_together(Bucket& bucket) {
-  std::vector<at::Tensor> places, gradients;
-  for (Sink* sink : bucket.sinks) {
-    if (!sink->grad_elsewhere() || sink->must_settle_now() || sink->grad().requires_grad()) continue;
-    if (sink->grad().sizes() != sink->view.sizes()) continue;  // settle() says what is wrong with it
-    places.push_back(sink->view);
-    gradients.push_back(sink->grad());
-  }
-  if (places.size() < 2) return;
-  at::_foreach_copy_(places, gradients);
-  for (const at::Tensor& gradient : gradients) keep_for_current(gradient);
-  size_t next = 0;
-  for (Sink* sink : bucket.sinks) {
-    if (next < gradients.size() && sink->grad().defined() && sink->grad().is_same(gradients[next])) {
-      sink->grad() = sink->shown;
-      ++next;
+// Copies every plain gradient of the buckets on devices to its place, with one call for those of a kind, and makes the places
+// their .grad. One of other strides would cost all of them the fast way.
+void InPlace::copy_together(const std::vector<Bucket*>& buckets) {
+  struct Kind {
+    c10::Device device;
+    at::ScalarType dtype;
+    std::vector<at::Tensor> places, gradients;
+    std::vector<Sink*> sinks;
+  };
+  std::vector<Kind> kinds;
+  for (const Bucket* bucket : buckets) {
+    if (bucket->device().is_cpu()) continue;
+    for (Sink* sink : bucket->sinks) {
+      if (!sink->grad_elsewhere() || sink->must_settle_now() || sink->grad().requires_grad()) continue;
+      const at::Tensor& gradient = sink->grad();
+      // settle() copies one of other strides, and says what is wrong with one of another shape or device.
+      if (gradient.sizes() != sink->view.sizes() || gradient.strides() != sink->view.strides()) continue;
+      if (gradient.device() != sink->view.device()) continue;
+      auto kind = std::ranges::find_if(kinds, [&](const Kind& known) {
+        return known.device == gradient.device() && known.dtype == gradient.scalar_type();
+      });
+      if (kind == kinds.end()) {
+        kind = kinds.insert(kind, {gradient.device(), gradient.scalar_type(), {}, {}, {}});
+      }
+      kind->places.push_back(sink->view);
+      kind->gradients.push_back(gradient);
+      kind->sinks.push_back(sink);
     }
+  }
+  for (const Kind& kind : kinds) {
+    if (kind.sinks.size() < 2) continue;
+    at::_foreach_copy_(kind.places, kind.gradients);
+    for (const at::Tensor& gradient : kind.gradients) keep_for_current(gradient);
+    for (Sink* sink : kind.sinks) sink->grad() = sink->shown;
   }
 }
 

@@ -24,16 +24,20 @@ class InPlace final : public Summing {
   GradTarget open_fused(const OpenPass* pass, Sink& sink) override;
   void wrote_fused(const OpenPass* pass, Sink& sink) override;
   void begin(Bucket& bucket, const Where& where) override;
+  void send() override;
+  int64_t together(c10::Device device, int64_t bucket_bytes) const override;
   bool holds_in_buckets() const override { return true; }
   void use_hook(std::unique_ptr<c10d::CommHookInterface> hook) override;
   void divide_by(int ranks) override { divisor_ = ranks; }
 
  private:
   void settle(Sink& sink, double scale);
-  static void copy_together(Bucket& bucket);
+  void reduce(const std::vector<Bucket*>& buckets);
+  static void copy_together(const std::vector<Bucket*>& buckets);
   void arrived(Bucket& bucket, const Where& where) override;
 
   int divisor_;
+  std::vector<Bucket*> outgoing_;  // wait for the rest of their convoy
   std::unique_ptr<c10d::CommHookInterface> hook_;
   std::unordered_map<int, c10::intrusive_ptr<c10::ivalue::Future>> answers_;  // of the hook, by bucket
 };

@@ -12,9 +12,14 @@ namespace {
 constexpr size_t kInFlight = 2;
 // Pieces on their way between the replicas; they lie where they stay, or are as small.
 constexpr size_t kCrossing = 8;
-constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
+constexpr size_t kSmallSpare = 1 << 20;   // bytes that may stay between steps
+constexpr int64_t kTogether = 512 << 10;  // bytes of one message
 
 }  // namespace
+
+int64_t Scattered::together(c10::Device device, int64_t bucket_bytes) const {
+  return device.is_cpu() && team_.shard().messages_are_dear() ? std::min(kTogether, bucket_bytes) : 0;
+}
 
 at::Tensor Scattered::memory_for(const Bucket& bucket) {
   keep_few_in_flight();

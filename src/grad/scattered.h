@@ -22,7 +22,7 @@ class Scattered final : public Collected {
   }
   void begin(Bucket& bucket, const Where& where) override;
   void send() override;
-  bool joins_messages() const override { return team_.shard().messages_are_dear(); }
+  int64_t together(c10::Device device, int64_t bucket_bytes) const override;
   void begin_rest(const Where& where) override;
   void never_wait(bool on) override { never_waits_ = on; }
   bool holds_in_buckets() const override { return false; }

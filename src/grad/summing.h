@@ -52,7 +52,9 @@ class Summing {
   // Begins the reduction of a bucket; the caller has all of it for itself. What may travel together does with send().
   virtual void begin(Bucket& bucket, const Where& where) = 0;
   virtual void send() {}
-  virtual bool joins_messages() const { return false; }
+  // Bytes of neighbouring buckets of that device, or the CPU, that begin together; 0: each begins alone. `bucket_bytes`: the
+  // user's cap of a bucket.
+  virtual int64_t together(c10::Device /*device*/, int64_t /*bucket_bytes*/) const { return 0; }
   // Begins what reductions on their way still need of others, who would wait for it while this rank waits for them.
   virtual void begin_rest(const Where& /*where*/) {}
   // Whether to begin one, or to collect for one, must not wait for others: they may be waiting for this rank elsewhere.

@@ -3,21 +3,15 @@
 #include <algorithm>
 
 namespace plumb {
-namespace {
-
-constexpr int64_t kTogether = 512 << 10;  // bytes of one message
-
-}  // namespace
 
 void Traffic::form_convoys(int64_t bucket_bytes) {
-  const bool dear = summing_.joins_messages();
-  const int64_t limit = std::min(kTogether, bucket_bytes);
   int64_t bytes = 0;
   int convoy = -1;
   bool closed = true;
   for (Bucket& bucket : buckets_) {
     const int64_t more = bucket.numel * static_cast<int64_t>(sizeof(float));
-    bucket.alone = !dear || !bucket.device().is_cpu() || more > limit;
+    const int64_t limit = summing_.together(bucket.device(), bucket_bytes);
+    bucket.alone = limit == 0 || more > limit;
     if (closed || bucket.alone || bytes + more > limit) {
       ++convoy;
       bytes = 0;

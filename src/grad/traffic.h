@@ -1,5 +1,5 @@
-// Traffic: what travels when. Reductions begin in bucket order, the same on every rank; neighbours whose messages are dear
-// form a convoy and begin together. The last convoy waits for the end of the backward: its last gradient comes then anyway.
+// Traffic: what travels when. Reductions begin in bucket order, the same on every rank; neighbours form a
+// convoy and begin together where messages, or calls of a device, are dear. The last convoy waits for the end of the backward: its last gradient comes then anyway.
 #pragma once
 
 #include <vector>

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "plumb/error.h"
 
 namespace plumb {
@@ -16,21 +18,44 @@ Moments moments(const RMSprop& rms) { return {.momentum = rms.momentum != 0, .me
 Moments moments(const NoOptimizer&) { return {}; }
 Moments moments(const UserOptimizer&) { return {}; }
 
-void apply(const AdamW& adam, const Operands& run) {
-  at::_fused_adamw_({run.weight}, {run.gradient}, {run.mean}, {run.square}, {}, {run.count}, run.lr, adam.beta1,
-                    adam.beta2, run.weight_decay, adam.eps, /*amsgrad=*/false, /*maximize=*/false);
+// Runs that share everything but memory and count.
+struct Call {
+  std::vector<at::Tensor> weights, gradients, momenta, means, squares, counts;
+  bool first = false;
+  double lr = 0.0;
+  double weight_decay = 0.0;
+
+  explicit Call(const Operands& run) : first(run.first), lr(run.lr), weight_decay(run.weight_decay) {}
+  bool takes(const Operands& run) const {
+    return run.first == first && run.lr == lr && run.weight_decay == weight_decay &&
+           run.weight.device() == weights[0].device() && run.weight.scalar_type() == weights[0].scalar_type();
+  }
+  void add(const Operands& run) {
+    const auto push = [](std::vector<at::Tensor>& list, const at::Tensor& one) {
+      if (one.defined()) list.push_back(one);
+    };
+    weights.push_back(run.weight);
+    gradients.push_back(run.gradient);
+    push(momenta, run.momentum);
+    push(means, run.mean);
+    push(squares, run.square);
+    push(counts, run.count);
+  }
+};
+
+void apply(const AdamW& adam, const Call& call) {
+  at::_fused_adamw_(call.weights, call.gradients, call.means, call.squares, {}, call.counts, call.lr, adam.beta1,
+                    adam.beta2, call.weight_decay, adam.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
-void apply(const Adam& adam, const Operands& run) {
-  at::_fused_adam_({run.weight}, {run.gradient}, {run.mean}, {run.square}, {}, {run.count}, run.lr, adam.beta1,
-                   adam.beta2, run.weight_decay, adam.eps, /*amsgrad=*/false, /*maximize=*/false);
+void apply(const Adam& adam, const Call& call) {
+  at::_fused_adam_(call.weights, call.gradients, call.means, call.squares, {}, call.counts, call.lr, adam.beta1,
+                   adam.beta2, call.weight_decay, adam.eps, /*amsgrad=*/false, /*maximize=*/false);
 }
 
-void apply(const SGD& sgd, const Operands& run) {
-  std::vector<at::Tensor> momentum;
-  if (run.momentum.defined()) momentum.push_back(run.momentum);
-  at::_fused_sgd_({run.weight}, {run.gradient}, momentum, run.weight_decay, sgd.momentum, run.lr, sgd.dampening,
-                  sgd.nesterov, /*maximize=*/false, /*is_first_step=*/run.first);
+void apply(const SGD& sgd, const Call& call) {
+  at::_fused_sgd_(call.weights, call.gradients, call.momenta, call.weight_decay, sgd.momentum, call.lr, sgd.dampening,
+                  sgd.nesterov, /*maximize=*/false, /*is_first_step=*/call.first);
 }
 
 // libtorch has no fused kernel of this one; the order of operations is torch::optim::RMSprop's.
@@ -52,9 +77,6 @@ void apply(const RMSprop& rms, const Operands& run) {
     run.weight.addcdiv_(gradient, size, -run.lr);
   }
 }
-
-void apply(const NoOptimizer&, const Operands&) {}
-void apply(const UserOptimizer&, const Operands&) {}
 
 void check(int rank, bool good, const std::string& what) {
   if (!good) throw Error(rank, what);
@@ -96,8 +118,24 @@ bool counts_updates(const Optimizer& optimizer) {
   return std::holds_alternative<AdamW>(optimizer) || std::holds_alternative<Adam>(optimizer);
 }
 
-void update(const Optimizer& optimizer, const Operands& run) {
-  std::visit([&](const auto& one) { apply(one, run); }, optimizer);
+void update(const Optimizer& optimizer, const std::vector<Operands>& runs) {
+  if (const auto* rms = std::get_if<RMSprop>(&optimizer)) {
+    for (const Operands& run : runs) apply(*rms, run);
+    return;
+  }
+  std::vector<Call> calls;
+  for (const Operands& run : runs) {
+    auto call = std::ranges::find_if(calls, [&](const Call& known) { return known.takes(run); });
+    if (call == calls.end()) call = calls.insert(call, Call(run));
+    call->add(run);
+  }
+  for (const Call& call : calls) {
+    std::visit(
+        [&](const auto& one) {
+          if constexpr (requires { apply(one, call); }) apply(one, call);
+        },
+        optimizer);
+  }
 }
 
 void check_values(int rank, const Optimizer& optimizer) {

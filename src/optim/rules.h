@@ -1,7 +1,9 @@
-// Rules: what each optimizer does to one run of flat memory, and which memory it needs for that.
+// Rules: what each optimizer does to runs of flat memory, and which memory it needs for that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 #include "plumb/optim.h"
 
@@ -25,8 +27,9 @@ struct Operands {
   double lr = 0.0;
   double weight_decay = 0.0;
 };
-// Updates weight and moments in place; the gradient is only read.
-void update(const Optimizer& optimizer, const Operands& run);
+// Updates weights and moments in place; gradients are only read. Runs that differ in nothing but memory and count are one
+// call of libtorch's fused kernel: on a device, a call costs the host more than the kernel takes.
+void update(const Optimizer& optimizer, const std::vector<Operands>& runs);
 
 // An Error if the values make no sense.
 void check_values(int rank, const Optimizer& optimizer);

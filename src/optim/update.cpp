@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "optim/rules.h"
-
 namespace plumb {
 namespace {
 
@@ -21,7 +19,19 @@ at::Tensor place(const at::Tensor& flat, const Range& range, const Sink& sink) {
   return flat.narrow(0, std::clamp<int64_t>(mine.begin - range.begin, 0, flat.numel()), mine.size());
 }
 
-constexpr size_t kGathers = 2;  // under way at a time
+constexpr size_t kGathers = 2;            // under way at a time
+constexpr int64_t kCastBytes = 16 << 20;  // of gradients and weights in another dtype, for one update
+
+// Whether others wait for what this rank updates of it.
+bool travels(const Bucket& bucket) { return bucket.updated.size() != bucket.held.size(); }
+
+// Asked once for each device: that is a call of its driver.
+bool any_captured(const std::deque<Bucket>& buckets) {
+  std::optional<c10::Device> asked;
+  return std::ranges::any_of(buckets, [&](const Bucket& bucket) {
+    return bucket.device() != std::exchange(asked, bucket.device()) && capturing(bucket.device());
+  });
+}
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
@@ -51,8 +61,7 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   const auto options = at::TensorOptions().device(like.device()).dtype(like.scalar_type());
   const auto state_options = is_half(like.scalar_type()) ? options.dtype(at::kFloat) : options;
   // What lies elsewhere now is read here, and then freed.
-  for (const at::Tensor& old :
-       {flats.parameter, flats.weight, flats.momentum, flats.mean, flats.square, flats.counts}) {
+  for (const at::Tensor& old : {flats.parameter, flats.weight, flats.momentum, flats.mean, flats.square}) {
     keep_for_current(old);
   }
   flats.master = master_weights_ && is_half(like.scalar_type());
@@ -64,11 +73,10 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
   if (moments.momentum) flats.momentum = at::zeros({length}, state_options);
   if (moments.mean) flats.mean = at::zeros({length}, state_options);
   if (moments.square) flats.square = at::zeros({length}, state_options);
-  const auto members = static_cast<int64_t>(bucket.sinks.size());
-  if (counts_updates(optimizer_) && !like.is_cpu()) flats.counts = at::zeros({members}, options.dtype(at::kFloat));
+  const bool counted = counts_updates(optimizer_) && !like.is_cpu();
 
-  for (int64_t i = 0; i < members; ++i) {
-    Sink* sink = bucket.sinks[i];
+  for (const Sink* sink : bucket.sinks) {
+    if (counted) counts_.make_place(*sink);
     if (states_.size() <= static_cast<size_t>(sink->index)) states_.resize(sink->index + 1);
     State& state = states_[sink->index];
     const State old = state;
@@ -76,7 +84,6 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     state.momentum = place(flats.momentum, bucket.updated, *sink);
     state.mean = place(flats.mean, bucket.updated, *sink);
     state.square = place(flats.square, bucket.updated, *sink);
-    if (flats.counts.defined()) state.count = flats.counts.select(0, i);
 
     const bool whole = bucket.held.size() == bucket.numel;
     state.home = whole ? view_in(flats.parameter, sink->slot.offset, sink->parameter) : at::Tensor();
@@ -85,7 +92,6 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     if (old.momentum.defined()) state.momentum.copy_(old.momentum);
     if (old.mean.defined()) state.mean.copy_(old.mean);
     if (old.square.defined()) state.square.copy_(old.square);
-    if (old.count.defined()) state.count.copy_(old.count);
     follow_user(bucket, *sink, flats);
   }
   return flats;
@@ -138,22 +144,29 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
   at::NoGradGuard no_grad;
   const bool updates = !std::holds_alternative<NoOptimizer>(optimizer_);
   std::deque<Pending> gathers;
-  const bool captured =
-      std::any_of(buckets.begin(), buckets.end(), [](const Bucket& bucket) { return capturing(bucket.device()); });
+  const bool captured = any_captured(buckets);
   if (captured) ++captures_;
+  Together together;
+  if (updates) count(buckets);
   for (Bucket& bucket : buckets) {
-    if (updates && bucket.has_gradient()) {
-      const Flats& flats = flats_of(bucket);
-      count(bucket, flats);
-      const auto alike = [&](const Sink& a, const Sink& b) {
-        const State& one = states_[a.index];
-        const State& other = states_[b.index];
-        return one.steps == other.steps && one.graphs == other.graphs &&
-               (!rates_.grouped() || rates_.of(a.name) == rates_.of(b.name));
-      };
-      for (const Run& run : runs_of(bucket, bucket.updated, alike)) update_run(bucket, flats, run, factor);
-      spread(bucket, shard, gathers, where);
+    if (!updates || !bucket.has_gradient()) continue;
+    const Flats& flats = flats_of(bucket);
+    const auto alike = [&](const Sink& a, const Sink& b) {
+      const State& one = states_[a.index];
+      const State& other = states_[b.index];
+      return one.steps == other.steps && one.graphs == other.graphs &&
+             (!rates_.grouped() || rates_.of(a.name) == rates_.of(b.name));
+    };
+    for (const Run& run : runs_of(bucket, bucket.updated, alike)) {
+      if (captured) check_begun(bucket, run);
+      add_run(together, bucket, flats, run, factor);
     }
+    // What others wait for goes out while the next ones are updated.
+    if (travels(bucket) || together.bytes > kCastBytes) update_all(together);
+    spread(bucket, shard, gathers, where);
+  }
+  update_all(together);
+  for (Bucket& bucket : buckets) {
     for (Sink* sink : bucket.sinks) {
       if (!sink->grad().defined()) continue;
       if (fault != Fault::consume_never) ledger.consumed(sink->index);
@@ -168,7 +181,7 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
 
 // Whole parameters get the parts that other ranks updated.
 void Updater::spread(const Bucket& bucket, Group& shard, std::deque<Pending>& gathers, const Where& where) {
-  if (bucket.updated.size() == bucket.held.size()) return;
+  if (!travels(bucket)) return;
   const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
   gathers.push_back(shard.all_gather(bucket.parameter, mine));
   // A backend may hold a copy of each that is under way. On a device, waiting would hold up the next update.
@@ -186,52 +199,15 @@ void Updater::updated(Sink& sink) {
   state.version = sink.parameter._version();
 }
 
-std::vector<Piece> Updater::lend(std::deque<Bucket>& buckets) {
-  at::NoGradGuard no_grad;
-  std::vector<Piece> pieces;
-  for (Bucket& bucket : buckets) {
-    if (!bucket.has_gradient()) continue;
-    flats_of(bucket);
-    for (const Sink* sink : bucket.sinks) {
-      const at::Tensor& weight = states_[sink->index].weight;
-      const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.updated);
-      at::Tensor gradient;
-      if (sink->grad().defined()) {
-        const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
-        gradient = bucket.gradient.narrow(0, begin, mine.size()).to(weight.scalar_type());
-      }
-      pieces.push_back({sink->parameter, mine.begin - sink->slot.offset, weight, gradient});
-    }
-  }
-  return pieces;
-}
-
-void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where) {
-  at::NoGradGuard no_grad;
-  std::deque<Pending> gathers;
-  for (Bucket& bucket : buckets) {
-    if (!bucket.has_gradient()) continue;
-    const Flats& flats = flats_of(bucket);
-    if (flats.master) {
-      bucket.parameter.narrow(0, bucket.updated.begin - bucket.held.begin, bucket.updated.size()).copy_(flats.weight);
-    }
-    spread(bucket, shard, gathers, where);
-    for (Sink* sink : bucket.sinks) {
-      if (!sink->grad().defined()) continue;
-      ledger.consumed(sink->index);
-      updated(*sink);
-    }
-  }
-  for (Pending& gather : gathers) gather.wait(where);
-}
-
 Updater::Memory Updater::memory_of(const Sink& sink) const {
   if (static_cast<size_t>(sink.index) >= states_.size()) return {};
   const State& state = states_[sink.index];
   if (!state.weight.defined()) return {};
   Memory memory{.momentum = state.momentum, .mean = state.mean, .square = state.square, .updates = state.steps};
   // Replays of a captured step count on the device alone.
-  if (state.count.defined()) memory.updates = std::max(memory.updates, state.count.item().toLong());
+  if (const at::Tensor& count = counts_.of(sink); count.defined()) {
+    memory.updates = std::max(memory.updates, count.item().toLong());
+  }
   if (state.weight.scalar_type() != sink.parameter.scalar_type()) memory.master = state.weight;
   return memory;
 }
@@ -264,7 +240,7 @@ void Updater::forget(std::deque<Bucket>& buckets, const std::vector<int64_t>& up
       State& state = states_[sink->index];
       state.steps = updates[sink->index];
       state.graphs = 0;
-      if (state.count.defined()) state.count.fill_(state.steps);
+      if (const at::Tensor& count = counts_.of(*sink); count.defined()) count.fill_(state.steps);
       for (const at::Tensor& moment : {state.momentum, state.mean, state.square}) {
         if (moment.defined()) moment.zero_();
       }
@@ -289,26 +265,36 @@ void Updater::filled(std::deque<Bucket>& buckets) {
   }
 }
 
-// One more update of every member that has a gradient.
-void Updater::count(const Bucket& bucket, const Flats& flats) {
-  if (!flats.counts.defined()) return;
-  const auto active = [&](int64_t i) { return bucket.sinks[i]->grad().defined(); };
-  const auto members = static_cast<int64_t>(bucket.sinks.size());
-  for (int64_t begin = 0, end = 0; begin < members; begin = end + 1) {
-    for (end = begin; end < members && active(end);) ++end;
-    if (end > begin) flats.counts.narrow(0, begin, end - begin).add_(1);
+void Updater::count(const std::deque<Bucket>& buckets) {
+  if (!counts_updates(optimizer_)) return;
+  std::vector<bool> updated(states_.size());
+  for (const Bucket& bucket : buckets) {
+    for (const Sink* sink : bucket.sinks) {
+      if (sink->grad().defined()) updated[sink->index] = true;
+    }
   }
+  counts_.count(updated);
 }
 
-void Updater::update_run(const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
+// The first update of a momentum is another one than those that follow.
+void Updater::check_begun(const Bucket& bucket, const Run& run) const {
+  const auto* sgd = std::get_if<SGD>(&optimizer_);
+  if (sgd == nullptr || sgd->momentum == 0 || states_[run.first->index].steps > 0 || !capturing(bucket.device()))
+    return;
+  throw Error(rank_, "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
+                         "', which begins its momentum; run a step with it first");
+}
+
+void Updater::add_run(Together& together, const Bucket& bucket, const Flats& flats, const Run& run, double factor) {
   const Rates::Values values = rates_.of(run.first->name);
   const State& state = states_[run.first->index];
   // Half precision is updated in f32: libtorch's fused SGD for bf16 on the CPU is wrong by percents (seen in 2.13).
   const at::Tensor stored = part(flats.weight, bucket.updated, run);
+  const at::Tensor reduced = part(bucket.gradient, bucket.kept, run);
   const auto mine = [&](const at::Tensor& flat) { return flat.defined() ? part(flat, bucket.updated, run) : flat; };
   Operands operands;
   operands.weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
-  operands.gradient = part(bucket.gradient, bucket.kept, run).to(operands.weight.scalar_type());
+  operands.gradient = reduced.to(operands.weight.scalar_type());
   operands.momentum = mine(flats.momentum);
   operands.mean = mine(flats.mean);
   operands.square = mine(flats.square);
@@ -316,17 +302,26 @@ void Updater::update_run(const Bucket& bucket, const Flats& flats, const Run& ru
   operands.lr = values.lr * factor;
   operands.weight_decay = values.weight_decay;
   if (counts_updates(optimizer_)) {
-    operands.count = state.count.defined() ? state.count
-                                           : at::full({}, state.steps + 1, operands.weight.options().dtype(at::kFloat));
+    operands.count = counts_.of(*run.first);
+    if (!operands.count.defined()) {
+      if (!together.count.defined() || together.counted != state.steps + 1) {
+        together.count = at::full({}, state.steps + 1, at::kFloat);
+        together.counted = state.steps + 1;
+      }
+      operands.count = together.count;
+    }
   }
-  if (operands.first && std::holds_alternative<SGD>(optimizer_) && operands.momentum.defined() &&
-      capturing(operands.weight.device())) {
-    throw Error(rank_, "step() is captured into a graph with the first gradient of parameter '" + run.first->name +
-                           "', which begins its momentum; run a step with it first");
-  }
-  update(optimizer_, operands);
+  if (!operands.weight.is_same(stored)) together.bytes += static_cast<int64_t>(operands.weight.nbytes());
+  if (!operands.gradient.is_same(reduced)) together.bytes += static_cast<int64_t>(operands.gradient.nbytes());
   const at::Tensor parameter = part(flats.parameter, bucket.held, run);
-  if (!parameter.is_alias_of(operands.weight)) parameter.copy_(operands.weight);
+  if (!parameter.is_alias_of(operands.weight)) together.copies.emplace_back(operands.weight, parameter);
+  together.runs.push_back(std::move(operands));
+}
+
+void Updater::update_all(Together& together) {
+  update(optimizer_, together.runs);
+  for (const auto& [weight, parameter] : together.copies) parameter.copy_(weight);
+  together = {};
 }
 
 }  // namespace plumb

@@ -8,7 +8,9 @@
 #include "grad/bucket.h"
 #include "grad/faults.h"
 #include "grad/ledger.h"
+#include "optim/counts.h"
 #include "optim/rates.h"
+#include "optim/rules.h"
 #include "optim/runs.h"
 #include "plumb/engine.h"
 
@@ -34,6 +36,28 @@ class Updater {
   // The same by the user: what he updates, and what follows his update. After prepare().
   bool is_users() const { return std::holds_alternative<UserOptimizer>(optimizer_); }
   std::vector<Piece> lend(std::deque<Bucket>& buckets);
+  // The same as stretches of flat memory, for updates that treat every element alike: neighbours with a gradient, and padding
+  // between them that stays zero. Members without elements on this rank are members all the same.
+  struct Member {
+    at::Tensor parameter;
+    int64_t begin = 0;   // of the piece in the parameter
+    int64_t offset = 0;  // of the piece in the stretch
+    int64_t numel = 0;
+    bool operator==(const Member& other) const {
+      return parameter.is_same(other.parameter) && begin == other.begin && offset == other.offset &&
+             numel == other.numel;
+    }
+  };
+  struct Stretch {
+    at::Tensor weight, gradient;
+    std::vector<Member> members;
+  };
+  struct Stretches {
+    int64_t number = 0;  // another one whenever weights or members are others than at the last step
+    std::vector<Stretch> all;
+  };
+  const Stretches& lend_flat(std::deque<Bucket>& buckets);
+  const Stretches& stretches() const { return stretches_; }  // of the last call
   void take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where);
 
   // For checkpoints: what is remembered of one parameter, this rank's part of each; undefined: nothing, or not kept.
@@ -61,7 +85,6 @@ class Updater {
     at::Tensor home;  // where a whole parameter lies, in its shape
     at::Tensor weight, momentum, mean, square;
     int64_t steps = 0;
-    at::Tensor count;      // the same number on a device, where a captured step counts on
     uint64_t graphs = 0;   // tells the captured steps that count it
     uint32_t version = 0;  // of the parameter, after our last update
   };
@@ -69,7 +92,6 @@ class Updater {
   // updates: the parameters, or their f32 masters.
   struct Flats {
     at::Tensor parameter, weight, momentum, mean, square;
-    at::Tensor counts;  // of the members
     bool master = false;
   };
 
@@ -77,14 +99,26 @@ class Updater {
   void follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats);
   void spread(const Bucket& bucket, Group& shard, std::deque<Pending>& gathers, const Where& where);
   void updated(Sink& sink);
-  void count(const Bucket& bucket, const Flats& flats);
-  void update_run(const Bucket& bucket, const Flats& flats, const Run& run, double factor);
+  void count(const std::deque<Bucket>& buckets);
+  // Runs of some buckets, to be updated together, and the parameters that their weights do not lie in.
+  struct Together {
+    std::vector<Operands> runs;
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // from the weight to the parameter
+    int64_t bytes = 0;                                      // of memory that lives until then
+    at::Tensor count;                                       // on the CPU, where it is made for each step
+    int64_t counted = 0;                                    // the number in it
+  };
+  void add_run(Together& together, const Bucket& bucket, const Flats& flats, const Run& run, double factor);
+  void update_all(Together& together);
+  void check_begun(const Bucket& bucket, const Run& run) const;
 
   int rank_;
   uint64_t captures_ = 0;  // steps that were captured
   Optimizer optimizer_;
   Rates rates_;
+  Counts counts_;
   bool master_weights_;
+  Stretches stretches_;        // of the last step
   std::vector<State> states_;  // by sink
   std::vector<Flats> flats_;   // by bucket
 };

@@ -115,7 +115,7 @@ std::pair<at::Tensor, at::Tensor> run(const Optimizer& optimizer, uint64_t seed,
     run.lr = lr * (1 + 0.1 * step);
     run.weight_decay = decay;
     if (counts_updates(optimizer)) run.count = at::full({}, step + 1, at::kFloat);
-    update(optimizer, run);
+    update(optimizer, {run});
     EXPECT_TRUE(run.gradient.equal(gradient)) << "a gradient is only read";
     plain.update(plain_weight, gradient, run.lr, decay);
   }
@@ -205,7 +205,7 @@ TEST(Rules, LeaveZerosZero) {
                        true,
                        0.1,
                        0.1};
-    update(optimizer, run);
+    update(optimizer, {run});
     for (const at::Tensor& one : {run.weight, run.momentum, run.mean, run.square}) {
       if (one.defined()) {
         EXPECT_EQ(one.abs().max().item<double>(), 0) << seed;

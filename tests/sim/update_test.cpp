@@ -1,6 +1,10 @@
-// Updates on a device, where the counts of updates lie on it, too: those of the CPU, whichever gradients come.
-#include <functional>
+// Updates on a device, where the counts of updates lie on it, too: those of the CPU, whichever gradients come, and in few calls.
+#include <ATen/record_function.h>
 
+#include <functional>
+#include <map>
+
+#include "lane/lane.h"
 #include "plumb/plumb.h"
 #include "sim/support/support.h"
 
@@ -63,6 +67,65 @@ TEST(Updates, OnADeviceAreThoseOfTheCpuWhicheverGradientsCome) {
       }
     }
   }
+}
+
+// The host's calls of operations on devices, by name, on this thread and those of its backwards.
+class Calls {
+ public:
+  Calls() {
+    found.clear();
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&count).needsInputs(true));
+  }
+  ~Calls() { at::removeCallback(handle_); }
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+
+  static inline std::map<std::string, int> found;
+
+ private:
+  static std::unique_ptr<at::ObserverContext> count(const at::RecordFunction& call) {
+    if (call.inputs().empty()) return nullptr;
+    const c10::IValue& first = call.inputs()[0];
+    const bool list = first.isTensorList() && first.toTensorList().size() > 0;
+    if (!list && !first.isTensor()) return nullptr;
+    const at::Tensor tensor = list ? first.toTensorList().get(0) : first.toTensor();
+    if (tensor.defined() && !tensor.is_cpu()) ++found[call.name()];
+    return nullptr;
+  }
+  at::CallbackHandle handle_;
+};
+
+int questions = 0;  // whether a graph is being captured
+
+TEST(Updates, OfManyBucketsAreFewCallsOfTheDevice) {
+  Session session(1);
+  ask_about_graphs([](const c10::Stream&) -> uint64_t { return ++questions, 0; });
+  torch::nn::Sequential model;
+  for (int i = 0; i < 5; ++i) model->push_back(torch::nn::Linear(8, 8));
+  model->to(device(0));
+  Options options;
+  options.bucket_bytes = options.first_bucket_bytes = 1;  // a bucket each
+  options.groups = {{[](const std::string& name) { return name.ends_with("bias"); }, std::nullopt, 0.0}};
+  Engine engine(World(), *model, AdamW{.lr = 0.01, .weight_decay = 0.1}, options);
+  const auto step = [&] {
+    model->forward(at::ones({2, 8}, on(0))).square().mean().backward();
+    (void)engine.step();
+    engine.zero_grad();
+  };
+  for (int i = 0; i < 2; ++i) step();
+  {
+    const Calls calls;
+    questions = 0;
+    step();
+  }
+  ask_about_graphs(nullptr);
+  EXPECT_EQ(Calls::found["aten::_foreach_copy_"], 1) << "gradients that come to their places";
+  EXPECT_EQ(Calls::found["aten::copy_"], 0);
+  EXPECT_EQ(Calls::found["aten::_foreach_add_"], 1) << "counts";
+  EXPECT_EQ(Calls::found["aten::_fused_adamw_"], 2) << "one for each group of parameters";
+  EXPECT_LE(questions, 3) << "when a pass opens, when it closes, at the step";
+  session.finish();
+  EXPECT_EQ(session.report(), "no races\n");
 }
 
 }  // namespace
