@@ -2,12 +2,9 @@
 
 #include <algorithm>
 
+#include "layout/at_a_time.h"
+
 namespace plumb {
-namespace {
-
-constexpr int64_t kTogether = 512 << 10;  // bytes of one message
-
-}  // namespace
 
 void Traffic::form_convoys(int64_t bucket_bytes) {
   const bool dear = summing_.joins_messages();
