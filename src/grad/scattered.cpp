@@ -5,15 +5,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "layout/at_a_time.h"
+
 namespace plumb {
 namespace {
 
-// Messages of whole gradients on their way at a time: one being filled, one being reduced.
-constexpr size_t kInFlight = 2;
-// Pieces on their way between the replicas; they lie where they stay, or are as small.
-constexpr size_t kCrossing = 8;
-constexpr size_t kSmallSpare = 1 << 20;   // bytes that may stay between steps
-constexpr int64_t kTogether = 512 << 10;  // bytes of one message
+constexpr size_t kSmallSpare = 1 << 20;  // bytes that may stay between steps
 
 }  // namespace
 
@@ -47,7 +44,7 @@ at::Tensor Scattered::memory_for(const Bucket& bucket) {
 // Launched buckets end here while the backward goes on, so that their whole gradients are given back at once.
 void Scattered::keep_few_in_flight() {
   const auto messages = [this] {
-    size_t count = 0;
+    int64_t count = 0;
     const Pending* last = nullptr;
     for (const Bucket* bucket : in_flight_) {
       if (bucket->reduction.get() != last) ++count;
@@ -56,8 +53,9 @@ void Scattered::keep_few_in_flight() {
     return count;
   };
   if (never_waits_) return;
-  while (messages() >= kInFlight) cross(sent_at_);
-  while (crossing_.size() > (crosses() ? kCrossing : 0)) finish(*crossing_.front(), sent_at_);
+  while (messages() >= kScatteredAtATime) cross(sent_at_);
+  const size_t crossing = crosses() ? kCrossingAtATime : 0;
+  while (crossing_.size() > crossing) finish(*crossing_.front(), sent_at_);
 }
 
 // The whole gradient has done its work; its piece goes on to the replicas. In the order in which they began, whoever is
@@ -111,7 +109,8 @@ void Scattered::arrived(Bucket& bucket, const Where& /*where*/) { close_target(b
 
 // Fresh memory costs a fault per page: the next bucket of this step takes this one's.
 void Scattered::give_back(Incoming& incoming) {
-  if (incoming.memory.device().is_cpu() && spares_.size() < kInFlight) spares_.push_back(incoming.memory);
+  if (incoming.memory.device().is_cpu() && spares_.size() < size_t{kScatteredAtATime})
+    spares_.push_back(incoming.memory);
   keep_for_current(incoming.sum);
   incoming.sum.reset();
   incoming.memory.reset();

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "layout/at_a_time.h"
+
 namespace plumb {
 
 void Traffic::form_convoys(int64_t bucket_bytes) {

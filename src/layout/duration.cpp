@@ -4,13 +4,10 @@
 #include <numeric>
 #include <vector>
 
+#include "layout/at_a_time.h"
+
 namespace plumb {
 namespace {
-
-constexpr int64_t kTogether = 512 << 10;  // bytes of a message of several small buckets
-constexpr int64_t kScatteredAtATime = 2;
-constexpr int64_t kCrossingAtATime = 8;
-constexpr int64_t kUpdatesAtATime = 3;
 
 double one_way(double bytes, int64_t ranks) {
   return bytes * static_cast<double>(ranks - 1) / static_cast<double>(ranks);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "layout/at_a_time.h"
+
 namespace plumb {
 namespace {
 
@@ -19,7 +21,6 @@ at::Tensor place(const at::Tensor& flat, const Range& range, const Sink& sink) {
   return flat.narrow(0, std::clamp<int64_t>(mine.begin - range.begin, 0, flat.numel()), mine.size());
 }
 
-constexpr size_t kGathers = 2;            // under way at a time
 constexpr int64_t kCastBytes = 16 << 20;  // of gradients and weights in another dtype, for one update
 
 // Whether others wait for what this rank updates of it.
@@ -185,7 +186,7 @@ void Updater::spread(const Bucket& bucket, Group& shard, std::deque<Pending>& ga
   const at::Tensor mine = bucket.parameter.narrow(0, bucket.updated.begin, bucket.updated.size());
   gathers.push_back(shard.all_gather(bucket.parameter, mine));
   // A backend may hold a copy of each that is under way. On a device, waiting would hold up the next update.
-  if (bucket.device().is_cpu() && gathers.size() > kGathers) {
+  if (bucket.device().is_cpu() && gathers.size() >= size_t{kUpdatesAtATime}) {
     gathers.front().wait(where);
     gathers.pop_front();
   }

@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "layout/at_a_time.h"
 #include "plumb/error.h"
 #include "watch/road.h"
 #include "watch/timeline.h"
@@ -64,7 +65,6 @@ void Gathers::look_ahead() {
 
 // Sends for `first`, and for the window once less than half of it is there. Small neighbours are one message.
 void Gathers::send_ahead(Home* first) {
-  constexpr int64_t together = 512 << 10;  // bytes of a message of several
   std::vector<Home*> wanted;
   if (first != nullptr) wanted.push_back(first);
   int64_t there = 0, all = 0;
@@ -82,7 +82,7 @@ void Gathers::send_ahead(Home* first) {
   std::vector<Home*> message;
   int64_t bytes = 0;
   for (Home* home : wanted) {
-    if (!message.empty() && bytes + home->bytes() > together) {
+    if (!message.empty() && bytes + home->bytes() > kTogether) {
       send_for(std::exchange(message, {}));
       bytes = 0;
     }

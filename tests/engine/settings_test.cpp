@@ -83,7 +83,16 @@ TEST(Settings, OfOptionsAreCompared) {
   names(with([](Options& o) { o.hold_unsharded = true; }), "hold_unsharded is true", "hold_unsharded is false");
   names(with([](Options& o) { o.strategy = "zero2"; }), "strategy is 'zero2'", "strategy is 'ddp'");
   names(with([](Options& o) { o.mesh = {3, 1}; }), "mesh.replicate is 3", "mesh.replicate is 0");
+  names(with([](Options& o) { o.mesh = {1, 3}; }, Options{.mesh = {1, 0}}), "mesh.shard is 3", "mesh.shard is 0");
+  names(with([](Options& o) { o.cut = Cut::at_parameters; }), "cut at parameters is true",
+        "cut at parameters is false");
+  names(with([](Options& o) { o.cut = Cut::at_rows; }), "cut at rows is true", "cut at rows is false");
   names(with([](Options& o) { o.bucket_bytes = 77; }), "and 77 bytes", "and 4194304 bytes");
+  names(with([](Options& o) { o.first_bucket_bytes = 77; }), "caps are 77 and 4194304 bytes",
+        "caps are 1048576 and 4194304 bytes");
+  names(with([](Options& o) { o.nonfinite = NonFinite::skip; }), "nonfinite is 1", "nonfinite is 0");
+  names(with([](Options& o) { o.gather_ahead_bytes = 0; }), "gather_ahead_bytes is 0",
+        "gather_ahead_bytes is 16777216");
   names(with([](Options& o) { o.virtual_ranks = 3; }), "virtual_ranks is 3", "virtual_ranks is 8");
   names(with([](Options& o) { o.deterministic = true, o.virtual_ranks = 3; }), "deterministic is true",
         "deterministic is false");
@@ -95,6 +104,13 @@ TEST(Settings, OfOptionsAreCompared) {
         "loss_scale.backoff is 0.5");
   names(with([](Options& o) { o.loss_scale->interval = 7; }, scaled), "loss_scale.interval is 7",
         "loss_scale.interval is 2000");
+  names(with([](Options& o) { o.loss_scale->minimum = 0.5; }, scaled), "loss_scale.minimum is 0.5",
+        "loss_scale.minimum is 0");
+  names(with([](Options& o) { o.loss_scale->hysteresis = 2; }, scaled), "loss_scale.hysteresis is 2",
+        "loss_scale.hysteresis is 1");
+  names(with([](Options& o) { o.loss_scale->delay = 1; }, scaled), "loss_scale.delay is 1", "loss_scale.delay is 0");
+  names(with([](Options& o) { o.loss_scale->recovery = LossScale::Recovery::at_a_good_step; }, scaled),
+        "loss_scale.recovery at a good step is true", "loss_scale.recovery at a good step is false");
   names(with([](Options& o) { o.schedule.warmup = 7; }), "schedule.warmup is 7", "schedule.warmup is 0");
   names(with([](Options& o) { o.schedule.total = 7; }), "schedule.total is 7", "schedule.total is 0");
   names(with([](Options& o) { o.schedule.floor = 0.5; }), "schedule.floor is 0.5", "schedule.floor is 0.1");

@@ -90,6 +90,35 @@ TEST_P(AssignedIn, ANarrowGradientIsScaledInTheWidthOfTheSum) {
   });
 }
 
+// A third is exact in no dtype: whoever divides in another width than the gradient's own is found out.
+TEST_P(AssignedIn, AMeanIsAsPreciseAsItsDtype) {
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kComplexDouble}) {
+    run_local(3, [&](World world) {
+      at::Tensor a = leaf({40}, dtype), b = leaf({3}, dtype);
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+      const at::Tensor mine = at::arange(1, 41).to(dtype) * (world.rank() == 0 ? 1.0 : 0.0);
+      const at::Tensor third = at::arange(1, 41).to(dtype) / 3;
+      const double most = dtype == at::kFloat ? 3e-7 : 1e-15;
+      for (const char* how : {"backward", "delivered", "assigned", "twice"}) {
+        const bool twice = how == std::string("twice");
+        if (how == std::string("delivered")) {
+          engine.deliver(a, mine);
+          engine.end_pass();
+        } else if (how == std::string("assigned")) {
+          at::real((b * at::ones_like(b)).sum()).backward();
+          a.mutable_grad() = mine.clone();
+          engine.step();
+        } else {
+          for (int i = 0; i < (twice ? 2 : 1); ++i) at::real((a * mine).sum()).backward();
+        }
+        const at::Tensor found = engine.full_gradient(a) / (twice ? 2 : 1);
+        EXPECT_LE(((found - third) / third).abs().max().item<double>(), most) << dtype << ", " << how;
+        engine.zero_grad();
+      }
+    });
+  }
+}
+
 TEST_P(AssignedIn, ADeliveredGradientsMemoryIsTheCallersAgain) {
   run_local(2, [&](World world) {
     at::Tensor a = leaf({40}), b = leaf({3});

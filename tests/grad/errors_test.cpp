@@ -310,6 +310,28 @@ TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
   }
 }
 
+// Of every length and width: also what is left behind the last whole word of it.
+TEST(Ranks, ThatChangeAnyElementOfAParameterDifferentlyGetAnError) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
+    for (const int64_t size : {1, 2, 3, 4, 5, 8, 9}) {
+      for (const int64_t where : {int64_t{0}, size / 2, size - 1}) {
+        EXPECT_THAT(errors(3,
+                           [&](World world) {
+                             at::Tensor a = leaf({size}, dtype), b = leaf({2});
+                             Engine engine(world, {{"a", a}, {"b", b}}, {}, SGD{.lr = 0.1});
+                             {
+                               at::NoGradGuard no_grad;
+                               a[where].fill_(world.rank() == 2 ? 1 : 2);
+                             }
+                             b.sum().backward();
+                             engine.step();
+                           }),
+                    Each(AllOf(HasSubstr("'a'"), HasSubstr("other values on rank 2"))))
+            << dtype << " " << where << " of " << size;
+      }
+    }
+  }
+}
 TEST(Engine, RefusesAParameterThatUsesItsMemoryTwice) {
   EXPECT_THAT(errors(1,
                      [](World world) {

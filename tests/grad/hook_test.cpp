@@ -4,6 +4,8 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <numeric>
+
 #include "engine/impl.h"
 #include "plumb/plumb.h"
 
@@ -61,6 +63,39 @@ TEST(CommHook, GetsEachBucketOnceUndividedAndItsAnswerIsTheGradient) {
     EXPECT_EQ(calls, static_cast<int>(reducer_of(engine).buckets().size()));
     EXPECT_DOUBLE_EQ(model->weight.grad().max().item<double>(), 10.0 * (world.rank() + 1.0));
     EXPECT_EQ(model->weight.grad().scalar_type(), at::kDouble);
+  });
+}
+
+// Hooks with a state of their own (PowerSGD) count buckets, and do something else at the last.
+TEST(CommHook, IsToldWhichBucketItGetsAndWhatLiesWhere) {
+  run_local(2, [](World world) {
+    torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::Linear(7, 3), torch::nn::Linear(3, 1));
+    Engine engine(world, *model, NoOptimizer{}, {.bucket_bytes = 200, .first_bucket_bytes = 100});
+    const size_t count = reducer_of(engine).buckets().size();
+    ASSERT_GT(count, 2u);
+    std::vector<size_t> indices, last;
+    size_t elements = 0;
+    reducer_of(engine).use_hook(std::make_unique<Hook>([&](c10d::GradBucket& bucket) {
+      indices.push_back(bucket.getIndex());
+      if (bucket.isLast()) last.push_back(bucket.getIndex());
+      const std::vector<at::Tensor> gradients = bucket.getGradients(), parameters = bucket.getParameters();
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        EXPECT_EQ(gradients[i].sizes(), parameters[i].sizes());
+        EXPECT_TRUE(gradients[i].is_alias_of(bucket.getBuffer()));
+        gradients[i].fill_(static_cast<double>(parameters[i].numel()));
+        elements += static_cast<size_t>(parameters[i].numel());
+      }
+      return bucket.getBuffer();
+    }));
+    model->forward(at::ones({2, 5})).sum().backward();
+    std::vector<size_t> all(count);
+    std::iota(all.begin(), all.end(), 0);
+    EXPECT_EQ(indices, all) << "in their order";
+    EXPECT_EQ(last, std::vector<size_t>{count - 1});
+    EXPECT_EQ(elements, 5u * 7 + 7 + 7 * 3 + 3 + 3 + 1);
+    for (const at::Tensor& p : model->parameters()) {
+      EXPECT_TRUE(p.grad().eq(static_cast<double>(p.numel())).all().item<bool>()) << p.sizes();
+    }
   });
 }
 
