@@ -42,15 +42,25 @@ def far(program: Any, strategy: str, **how: Any) -> float:
 
 
 def accumulates(play: Play) -> Iterator[Any]:
-    """What a replay returned before is kept while the next one writes: put off, summed, seen again after a step."""
+    """What a replay returned before is kept while the next one writes: summed, and seen again after a step."""
+    for i in range(6):
+        for micro in range(3):
+            play.backward(play.loss(3 * i + micro))
+        yield STEP
+        if i % 2:
+            yield ZERO
+
+
+def holds(play: Play) -> Iterator[Any]:
+    """The same, put off. Where gradients are whole, .grad is then what the graph returned, as in plain torch, which says that the
+    next replay has overwritten it."""
     for i in range(6):
         with play.no_sync():
             play.backward(play.loss(3 * i))
             play.backward(play.loss(3 * i + 1))
         play.backward(play.loss(3 * i + 2))
         yield STEP
-        if i % 2:
-            yield ZERO
+        yield ZERO
 
 
 # ---- CUDA graphs of inductor
@@ -72,11 +82,16 @@ def test_gradients_of_recorded_backwards_are_right() -> None:
     assert compiled.counts().delivered == before, "a delivery inside of a recorded graph happens once, and not when it is replayed"
 
 
+def test_gradients_of_recorded_backwards_that_are_put_off_are_refused_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="overwritten by a subsequent run"):
+        far(holds, "ddp", mode="reduce-overhead")
+
+
 def test_a_delivery_that_meets_cuda_graphs_stays_outside_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's tag keeps it out of what is recorded, should a pass put it there."""
     monkeypatch.setattr(compiled, "_on_a_gpu", lambda graph: False)
     before = compiled.counts().delivered
-    assert far(accumulates, "ddp", mode="reduce-overhead") <= 1e-10
+    assert far(holds, "ddp", mode="reduce-overhead") <= 1e-10
     assert compiled.counts().delivered > before
 
 
@@ -98,6 +113,8 @@ def shared_device(strategy: str) -> dict[str, float]:
         "by default": far(ROWS["plain"], strategy),
     }
     assert compiled.counts().delivered > 0, "nothing was delivered in the default mode"
+    if strategy in ("zero2", "zero3"):
+        outcome["recorded and held"] = far(holds, strategy, mode="reduce-overhead")
     if strategy == "zero3":
         outcome["whole"] = far(ROWS["plain"], strategy, fullgraph=True)
         assert compiled.gathers().times > 0 and compiled.gathers().bytes == 0
