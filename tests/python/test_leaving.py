@@ -45,6 +45,28 @@ def test_a_hundred_nested_checkpoints_in_a_fork_of_a_process_that_ran_a_backward
     assert max(plumb.spawn(nested, 2, ("zero2",), method="fork")) <= 1e-10
 
 
+def steps_after_a_fork(strategy: str) -> str:
+    model = make()
+    with plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, units=[Block]) as engine:
+        try:
+            Play(model, engine.world.rank, 2, 1.0).loss(0).backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def forks_after_nested_checkpoints() -> list[str]:
+    for _ in nested_checkpoints(Play(make(), 0, 1, 1.0)):
+        pass
+    return plumb.spawn(steps_after_a_fork, 2, ("zero2",), method="fork")
+
+
+def test_a_fork_of_a_process_whose_backward_was_nested_deeply_says_that_it_cannot() -> None:
+    """Its threads are gone in the fork, and torch refuses: in words, on every rank, without a crash or a hang."""
+    for said in plumb.spawn(forks_after_nested_checkpoints, 1, method="spawn")[0]:
+        assert "fork" in said
+
+
 class Hooked(Net):
     """A model whose parameters have hooks in Python that make garbage with cycles."""
 

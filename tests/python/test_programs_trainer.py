@@ -1,0 +1,128 @@
+"""Lightning's Trainer under the strategies of ``plumb.lightning``."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from together import Parameters, agrees, alone, by_ranks, parameters_of
+
+lightning = pytest.importorskip("lightning")
+import plumb.lightning  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Net(lightning.LightningModule):  # type: ignore[name-defined,misc]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 3)).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(4, generator=torch.Generator().manual_seed(i)).double(), torch.tensor(i % 3)
+
+
+def fit(row: str, devices: int, folder: str, epochs: int, saves: bool = False, resumes: bool = False) -> tuple[Parameters, float, float]:
+    """A fit as people write it, one or more epochs of it; the losses of the validation inside and of a test after it."""
+    strategy = plumb.lightning.PlumbStrategy(row, units=[Block]) if row in plumb.strategies() else row
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=2, gradient_clip_val=0.05,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        default_root_dir=folder, use_distributed_sampler=False,
+    )  # fmt: skip
+    model, path = Net(), f"{folder}/saved.ckpt"
+    sampler = torch.utils.data.DistributedSampler(Data(), devices, trainer.global_rank, shuffle=False)  # type: ignore[var-annotated]
+    loader = torch.utils.data.DataLoader(Data(), batch_size=8 // devices, sampler=sampler)
+    trainer.fit(model, loader, loader, ckpt_path=path if resumes else None)
+    validated = float(trainer.callback_metrics["loss"])
+    if saves:
+        trainer.save_checkpoint(path)
+    tested = trainer.test(model, loader, verbose=False)[0]["loss"]
+    engine = getattr(trainer.strategy, "engine", None)
+    if engine is None:
+        return parameters_of(model), validated, tested
+    with engine.gathered(model):
+        return parameters_of(model), validated, tested
+
+
+@functools.cache
+def of_one(folder: str) -> tuple[Parameters, float, float]:
+    made: tuple[Parameters, float, float] = alone(fit, "auto", 1, folder, 2)
+    return made
+
+
+def same(of_ranks: list[tuple[Parameters, float, float]], folder: str) -> None:
+    parameters, *losses = of_one(folder)
+    agrees([one[0] for one in of_ranks], parameters, parameters_of(Net()), 1e-9)
+    for _, *theirs in of_ranks:
+        assert theirs == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("row", ["plumb", "zero1", "plumb_zero2", "zero3"])
+def test_a_fit_is_what_one_process_computes(row: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = str(tmp_path_factory.getbasetemp())
+    same(by_ranks(fit, row, 2, folder, 2), folder)
+
+
+def test_a_checkpoint_goes_on_under_any_strategy(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    folder = str(tmp_path_factory.getbasetemp())
+    by_ranks(fit, "zero3", 2, str(tmp_path), 1, True)
+    state = torch.load(tmp_path / "saved.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    shapes = [parameter.shape for parameter in Net().parameters()]
+    assert [state[i]["exp_avg"].shape for i in range(len(shapes))] == shapes
+    same(by_ranks(fit, "zero2", 2, str(tmp_path), 2, False, True), folder)
+    same(by_ranks(fit, "plumb", 2, str(tmp_path), 2, False, True), folder)
+    same([alone(fit, "auto", 1, str(tmp_path), 2, False, True)], folder)
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layers[0].parameters(), lr=0.1), torch.optim.SGD(self.layers[3].parameters(), lr=0.1)]
+
+    automatic_optimization = False
+
+
+def with_two_optimizers() -> str:
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="plumb_zero2", max_steps=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(plumb.Error) as said:
+        trainer.fit(Two(), torch.utils.data.DataLoader(Data(), batch_size=4))
+    return str(said.value)
+
+
+def test_two_optimizers_are_refused_where_state_is_sharded() -> None:
+    for said in by_ranks(with_two_optimizers):
+        assert "takes one optimizer, with groups; configure_optimizers() returned 2" in said
