@@ -108,7 +108,12 @@ std::string chosen(const std::string& path, int64_t* damaged = nullptr) {
 
 int list(const std::string& root) {
   if (!save::is_folder(root)) throw Error("'" + root + "' is no folder");
-  for (const save::Named& named : save::checkpoints_in(root)) {
+  const std::vector<save::Named> all = save::checkpoints_in(root);
+  if (all.empty() && save::is_checkpoint(root)) {
+    throw Error("'" + root + "' is a checkpoint itself, which `inspect` shows; name the folder that it lies in");
+  }
+  if (all.empty()) std::fprintf(stderr, "plumb: there are no checkpoints in '%s'\n", printable(root).c_str());
+  for (const save::Named& named : all) {
     try {
       const Checkpoint one(named.path);
       const save::Manifest& manifest = one.manifest();

@@ -325,6 +325,19 @@ TEST(Checkpoint, TheToolWritesPlainFilesAlone) {
   EXPECT_THAT(run({"checkpoint", "reshard", a, b, "--ranks", "0"}).err, HasSubstr("--ranks '0': expected a number"));
 }
 
+TEST(Checkpoint, AListOfNothingSaysSo) {
+  const Scratch scratch;
+  ASSERT_EQ(run(tiny({"--steps", "1", "--checkpoint", scratch.path("saved")})).code, 0);
+  const Result itself = run({"checkpoint", "list", scratch.path("saved/save-00000001-step-1")});
+  EXPECT_EQ(itself.code, 1);
+  EXPECT_THAT(itself.err, HasSubstr("is a checkpoint itself, which `inspect` shows; name the folder that it lies in"));
+  std::filesystem::create_directory(scratch.path("empty"));
+  const Result nothing = run({"checkpoint", "list", scratch.path("empty")});
+  EXPECT_EQ(nothing.code, 0);
+  EXPECT_EQ(nothing.out, "");
+  EXPECT_THAT(nothing.err, HasSubstr("there are no checkpoints in '" + scratch.path("empty") + "'"));
+}
+
 TEST(Checkpoint, FlagsThatMakeNoSenseAreRefused) {
   EXPECT_THAT(run(tiny({"--save-every", "3"})).err, HasSubstr("--checkpoint DIR"));
   const auto restarted = [](const Words& more) {
