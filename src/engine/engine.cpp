@@ -281,9 +281,14 @@ void Engine::backward(const at::Tensor& loss, bool retain_graph, std::optional<d
     failure = std::current_exception();
   }
   failure = outermost.end(failure);
-  reducer.end_backward(failure);
-  if (failure) std::rethrow_exception(failure);
-  if (weight) reducer.weighed();
+  try {
+    reducer.end_backward(failure);
+    if (failure) std::rethrow_exception(failure);
+  } catch (...) {
+    if (weight) reducer.weighed(Reducer::Ended::by_an_exception);
+    throw;
+  }
+  if (weight) reducer.weighed(Reducer::Ended::well);
 }
 
 at::Tensor Engine::scale(const at::Tensor& loss) const {

@@ -500,9 +500,13 @@ void Reducer::weigh(double weight) {
   weights_.weigh(weight, sinks());
 }
 
-void Reducer::weighed() {
+void Reducer::weighed(Ended how) {
   Lock lock(mutex_);
-  weights_.weighed(sinks());
+  if (how == Ended::well) {
+    weights_.weighed(sinks());
+  } else {
+    weights_.failed();
+  }
 }
 
 double Reducer::take_weight_factor() {

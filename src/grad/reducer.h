@@ -65,7 +65,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // Inside of such a backward: it is of a sum over `weight` things. Those of one step all are, or none is.
   void weigh(double weight);
-  void weighed();  // after it
+  enum class Ended { well, by_an_exception };
+  void weighed(Ended how);  // after it
   // After settle_step(): what makes the mean over the ranks the mean over everybody's weights. Once; 1 from then on.
   double take_weight_factor();
 

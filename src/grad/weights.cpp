@@ -31,20 +31,22 @@ void Weights::check(int rank, double weight) {
 
 void Weights::weigh(double weight, const std::deque<Sink>& sinks) {
   check(rank_, weight);
+  ++count_;
+  before_ = sum_;
   const bool there = holds(sinks);
-  if (count_ == 0 && there) {
+  if (!counts_ && there) {
     throw Error(
         rank_,
         "a backward with a weight adds to gradients that are no sum of weighted losses (of the last step, or set "
         "by hand); clear them with zero_grad() first");
   }
-  if (held_ && !there) sum_ = 0;  // they were cleared, and what they weighed with them
-  sum_ += weight;
-  ++count_;
+  if (held_ && !there) before_ = 0;  // they were cleared, and what they weighed with them
+  sum_ = before_ + weight;
 }
 
 void Weights::weighed(const std::deque<Sink>& sinks) {
-  if (count_ > 0) held_ = holds(sinks);
+  counts_ = true;
+  held_ = holds(sinks);
 }
 
 void Weights::add(const Agreement& all) {

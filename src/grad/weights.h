@@ -21,6 +21,8 @@ class Weights {
   void weigh(double weight, const std::deque<Sink>& sinks);
   // It has ended: are the gradients there that the weight stands for? Whoever clears them need not tell.
   void weighed(const std::deque<Sink>& sinks);
+  // It has failed, here or on another rank: it is one of the step's backwards, and weighs nothing.
+  void failed() { sum_ = before_; }
 
   double sum() const { return sum_; }
   int64_t count() const { return count_; }
@@ -35,10 +37,12 @@ class Weights {
 
   int rank_;
   Zeroed zeroed_;
-  double sum_ = 0;     // of this rank's backwards of this step, as far as their gradients are still there
-  int64_t count_ = 0;  // backwards of this step that had one
-  double factor_ = 1;  // see take_factor()
-  bool held_ = false;  // gradients were there when the last of them ended
+  double sum_ = 0;       // of this rank's backwards of this step, as far as their gradients are still there
+  double before_ = 0;    // the last of them
+  int64_t count_ = 0;    // backwards of this step that had one, those that failed included
+  bool counts_ = false;  // one of them has ended well
+  double factor_ = 1;    // see take_factor()
+  bool held_ = false;    // gradients were there when the last of them ended
 };
 
 }  // namespace plumb

@@ -126,5 +126,56 @@ TEST(WeightsOfAStep, JoinNoGradientsOfAnotherKind) {
               ThrowsMessage<Error>(HasSubstr("clear them with zero_grad()")));
 }
 
+// One that failed, here or elsewhere, is run again after zero_grad(): its first run weighs nothing.
+TEST_P(WeightsIn, OfABackwardThatFailedCountNothing) {
+  for (const bool after_a_good_one : {false, true}) {
+    run_local(2, [&](World world) {
+      auto model = make_model();
+      Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = GetParam()});
+      if (after_a_good_one) engine.backward(model(batch(world.rank(), 1)).square().sum(), false, 50.0);
+      const at::Tensor y = model(batch(world.rank(), 2));
+      if (world.rank() == 1) {
+        y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      }
+      EXPECT_ANY_THROW(engine.backward(y.square().sum(), false, 100.0));
+      engine.zero_grad();
+      engine.backward(model(batch(world.rank(), 2)).square().sum(), false, static_cast<double>(rows(world.rank(), 2)));
+      engine.step();
+
+      auto twin = make_model();
+      const at::Tensor x = at::cat({batch(0, 2), batch(1, 2)});
+      (twin(x).square().sum() / x.size(0)).backward();
+      torch::optim::SGD(twin->parameters(), 0.1).step();
+      EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), twin->weight, 1e-12, 1e-12))
+          << after_a_good_one;
+    });
+  }
+}
+
+// Which gradients there are is told by looking, at small parameters first: a large one alone counts as much.
+TEST(WeightsOfAStep, AreThoseOfTheGradientsThatAreThereHoweverLarge) {
+  for (const int64_t size : {1, 4096, 4097, 9000}) {
+    at::Tensor unused = at::zeros({3}).requires_grad_(), a = at::zeros({size}).requires_grad_();
+    Engine engine(World(), NamedTensors{{"unused", unused}, {"a", a}}, {}, SGD{.lr = 1});
+    const auto last_of = [](const at::Tensor& tensor) { return tensor.detach()[-1].item<double>(); };
+    engine.backward(2 * a.sum(), false, 100.0);
+    a.mutable_grad().zero_();  // dropped: nothing is there, and nothing was weighed
+    engine.backward(2 * a.sum(), false, 4.0);
+    engine.backward((2 * a[-1]).sum(), false, 4.0);  // joins what is there
+    engine.step();
+    EXPECT_DOUBLE_EQ(last_of(a), -4.0 / 8) << size;
+    EXPECT_THAT([&] { engine.backward(a.sum(), false, 2.0); },
+                ThrowsMessage<Error>(HasSubstr("clear them with zero_grad()")))
+        << size;
+    EXPECT_THAT([&] { engine.backward(a.sum(), false, 2.0); },
+                ThrowsMessage<Error>(HasSubstr("clear them with zero_grad()")))
+        << "they are still there, " << size;
+    engine.zero_grad();  // as it says
+    engine.backward(2 * a.sum(), false, 4.0);
+    engine.step();
+    EXPECT_DOUBLE_EQ(last_of(a), -1.0) << size;
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -315,6 +315,16 @@ TEST(Property, GroupsAreTheSameFromSizesAndFromRunningSums) {
 }
 
 // A gradient of a gradient goes through plain operations: bias, factors and all.
+// Each of them fits its dtype, and their sum does not.
+TEST(Property, GroupsOfNarrowCountsAddUpInWiderNumbers) {
+  const Counts counts = {100, 0, 127, 27, 100};
+  for (const at::ScalarType dtype : {at::kByte, at::kChar, at::kShort, at::kInt}) {
+    const nn::Groups groups(nn::Tokens::sizes(at::tensor(counts, at::kLong).to(dtype)), 5, 354, at::kCPU);
+    EXPECT_EQ(groups.sizes(), counts) << dtype;
+    EXPECT_TRUE(groups.ends().equal(at::tensor({100, 100, 227, 254, 354}, at::kInt))) << dtype;
+  }
+}
+
 TEST(Property, SecondDerivativesAreThoseOfTheRows) {
   for (uint64_t seed = 1; seed <= 12; ++seed) {
     Draw draw(seed);

@@ -165,3 +165,18 @@ def copy_of(model: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]
     fresh = model()
     prepare(fresh)
     return copy.deepcopy(fresh)
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def step_twin(twin: torch.nn.Module, optimizer: torch.optim.Optimizer, size: int, number: int) -> None:
+    for rank in range(size):
+        other = Play(twin, rank, size, 1 / size)
+        other.backward(other.loss(number))
+    optimizer.step()
+    optimizer.zero_grad()

@@ -214,6 +214,80 @@ def test_steps_that_every_rank_takes_are_none_of_our_business() -> None:
     assert first == second
 
 
+# ---- backwards inside no_sync alone, and wrappers of one module
+
+
+def only_held() -> list[list[float]]:
+    """Steps of optimizers over parts of the model, after backwards that were all inside no_sync: many, as looks become rarer."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(2, 2))
+    last = torch.optim.SGD([wrapper.module.bias], lr=0.1)
+    first = torch.optim.SGD([wrapper.module.weight], lr=0.1)
+    seen = []
+    for i in range(7):
+        with wrapper.no_sync():
+            with wrapper.no_sync():
+                wrapper(torch.full((1, 2), 1.0 + rank + i)).sum().backward()
+            assert not wrapper.require_backward_grad_sync, "the outer scope has not ended"
+            wrapper(torch.full((1, 2), 1.0)).sum().backward()
+        assert wrapper.require_backward_grad_sync
+        (last if i % 2 else first).step()
+        (first if i % 2 else last).step()
+        seen.append([*wrapper.module.weight.detach().flatten().tolist(), *wrapper.module.bias.detach().tolist()])
+        first.zero_grad()
+        last.zero_grad()
+    return seen
+
+
+def test_whatever_is_stepped_first_is_reduced_first_every_time() -> None:
+    torch.manual_seed(3)
+    twin = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    expected = []
+    for i in range(7):
+        optimizer.zero_grad()
+        (sum(twin(torch.full((1, 2), 1.0 + rank + i)).sum() + twin(torch.full((1, 2), 1.0)).sum() for rank in range(2)) / 2).backward()
+        optimizer.step()
+        expected.append([*twin.weight.detach().flatten().tolist(), *twin.bias.detach().tolist()])
+    for found in plumb.spawn(only_held, 2):
+        assert found == [pytest.approx(one, abs=1e-5) for one in expected]
+
+
+def wrapped_twice() -> list[Any]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    module = torch.nn.Linear(2, 1)
+    old = plumb.DistributedDataParallel(module)
+    before = old.engine
+    new = plumb.DistributedDataParallel(module)
+    found: list[Any] = [before.closed, old.engine is new.engine]
+    for wrapper in (old, new):
+        module.zero_grad()
+        with wrapper.no_sync():
+            wrapper(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        found.append(module.weight.grad.flatten().tolist())
+        wrapper(torch.full((1, 2), 3.0)).sum().backward()
+        found.append(module.weight.grad.flatten().tolist())
+    try:
+        larger = plumb.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 1), module))
+        plumb.DistributedDataParallel(module)
+        larger.train()
+    except plumb.Error as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_module_that_is_wrapped_again_has_one_engine() -> None:
+    for rank, found in enumerate(plumb.spawn(wrapped_twice, 2)):
+        assert found[:2] == [True, True]
+        held, mean = [1.0 + rank] * 2, [1.5 + 3.0] * 2
+        assert found[2:6] == [held, mean, held, mean]
+        assert "belongs to another DistributedDataParallel, which has more parameters" in found[6]
+
+
 PROGRAM = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP

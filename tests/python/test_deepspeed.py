@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
-import importlib.util
+import importlib
 import json
 import pathlib
 from typing import Any
@@ -15,46 +15,9 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
-from plumb.deepspeed import schedules, utils, zero
+from plumb.deepspeed import utils, zero
 from plumb.deepspeed.config import Config
-
-HIDDEN = 12
-
-
-class Simple(nn.Module):
-    """As the models of DeepSpeed's own tests: a list of layers, and the loss inside."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(layers))
-        self.head = nn.Linear(HIDDEN, 5, bias=False)
-        self.spare = nn.Linear(HIDDEN, HIDDEN)
-        self.loss = nn.CrossEntropyLoss()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for linear in self.linears:
-            x = torch.tanh(linear(x))
-        return self.loss(self.head(x).float(), y)
-
-
-def make(dtype: torch.dtype = torch.float32) -> Simple:
-    torch.manual_seed(5)
-    return Simple().to(dtype)
-
-
-def batch(rank: int, i: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + i)
-    return torch.randn(2, HIDDEN, generator=generator).to(dtype), torch.randint(0, 5, (2,), generator=generator)
-
-
-def config_of(stage: int = 0, gas: int = 1, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99], "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+from deepspeeds import HIDDEN, batch, config_of, engine_of, make
 
 
 def one_process(dtype: torch.dtype, gas: int, clip: float, steps: int, size: int, rates: list[float]) -> list[torch.Tensor]:
@@ -147,10 +110,6 @@ def test_what_a_forward_returns_may_be_changed_in_place() -> None:
     assert first is not None
     for gradient in grads:
         torch.testing.assert_close(gradient, first)
-
-
-def engine_of(**more: Any) -> Any:
-    return deepspeed.initialize(model=make(), config=config_of(**more))[0]
 
 
 def test_steps_are_counted_as_deepspeed_counts_them() -> None:
@@ -271,36 +230,6 @@ def test_bf16_skips_a_step_that_is_not_finite_unless_told_otherwise() -> None:
     careless = engine_of(bf16={"enabled": True, "check_grad_overflow": False})
     stepped_with(careless, [float("nan")])
     assert careless.skipped_steps == 0 and not torch.isfinite(careless.module.head.weight).all()
-
-
-SCHEDULES: dict[str, Any] = {  # what DeepSpeed 0.19's give, over AdamW with lr 0.02
-    "WarmupLR": ({"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4}, [0.001, 0.001, 0.0055, 0.008132331, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01], None),
-    "WarmupLR linear": ({"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01], None),
-    "WarmupDecayLR": ({"total_num_steps": 8, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, [0.0, 0.0, 0.006309298, 0.01, 0.01, 0.008, 0.006, 0.004, 0.002, 0.0], None),
-    "WarmupCosineLR": ({"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3, "cos_min_ratio": 0.01}, [0.0, 0.002, 0.013356736, 0.02, 0.018109268, 0.013159268, 0.007040732, 0.002090732, 0.0002, 0.0002], None),
-    "OneCycle": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3, "cycle_second_step_size": 2, "decay_lr_rate": 0.5, "decay_step_size": 1, "decay_mom_rate": 0.1}, [0.001, 0.004, 0.007, 0.01, 0.0055, 0.001, 0.000666667, 0.0005, 0.0004, 0.000333333], [0.8, 0.866666667, 0.833333333, 0.8, 0.85, 0.9, 0.99, 1.08, 1.17, 1.26]),
-    "OneCycle stairs": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4, "cycle_first_stair_count": 2}, [0.001, 0.001, 0.0055, 0.0055, 0.01, 0.0055, 0.0055, 0.001, 0.001, 0.001], [0.8, 0.9, 0.85, 0.85, 0.8, 0.85, 0.85, 0.9, 0.9, 0.9]),
-    "LRRangeTest": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2.0}, [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01], None),
-    "LRRangeTest stairs": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004, 0.005, 0.005], None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_are_deepspeeds(name: str) -> None:
-    params, rates, momenta = SCHEDULES[name]
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
-    schedule = schedules.build(name.split()[0], params, optimizer)
-    seen, moved = [], []
-    for i in range(10):
-        seen.append(optimizer.param_groups[0]["lr"])
-        moved.append(optimizer.param_groups[0]["betas"][0])
-        schedule.step()
-        if i == 4:
-            again = schedules.build(name.split()[0], params, torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02))
-            again.load_state_dict(schedule.state_dict())
-            assert again.last_batch_iteration == schedule.last_batch_iteration
-    assert seen == pytest.approx(rates, abs=1e-8)
-    assert momenta is None or moved == pytest.approx(momenta, abs=1e-8)
 
 
 def test_arguments_are_taken_as_deepspeed_takes_them(tmp_path: pathlib.Path) -> None:
@@ -472,135 +401,3 @@ def test_the_model_is_saved_whole(tmp_path: pathlib.Path) -> None:
 def test_docstrings_are_true() -> None:
     tried = doctest.testmod(importlib.import_module("plumb.deepspeed.start"))
     assert tried.attempted > 0 and tried.failed == 0
-
-
-# ---- configs
-
-
-def refused(config: Any, match: str, size: int = 2) -> None:
-    with pytest.raises(plumb.Error, match=match):
-        Config(config, size)
-
-
-def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
-    refused({"train_batch_size": 4, "gradient_cliping": 1.0}, "'gradient_cliping'.*'gradient_clipping'")
-    refused({"train_batch_size": 4, "zero_optimization": {"stge": 1}}, "'zero_optimization.stge'.*'zero_optimization.stage'")
-    refused({"train_batch_size": 4, "fp16": {"loss_scal": 1}}, "'fp16.loss_scal'.*'fp16.loss_scale'")
-    refused({"train_batch_size": 4, "zero_optimization": {"zero_quantized_weights": True}}, "not supported: weights travel")
-    refused({"train_batch_size": 4, "tensorboard": {"enabled": True}}, "'tensorboard'.*not supported")
-    refused({"train_batch_size": 4, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme.*not supported")
-    for kind, near in (("Adamm", "Adam"), ("OneBitAdam", "not supported")):
-        with pytest.raises(plumb.Error, match=near):
-            deepspeed.initialize(model=make(), config={"train_batch_size": 2, "optimizer": {"type": kind}})
-    with pytest.raises(plumb.Error, match="nearest one is 'WarmupLR'"):
-        engine_of(scheduler={"type": "WarmpLR", "params": {}})
-    with pytest.raises(plumb.Error, match="total_num_steps"):
-        engine_of(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}})
-    with pytest.raises(plumb.Error, match="gradient_clipping"):
-        engine_of(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})
-
-
-def test_values_of_the_wrong_kind_are_named() -> None:
-    refused({"train_batch_size": "four"}, "'train_batch_size' is 'four'.*whole number")
-    refused({"train_batch_size": 4, "fp16": {"enabled": "yes"}}, "'fp16.enabled'.*true or false")
-    refused({"train_batch_size": 4, "zero_optimization": {"stage": 4}}, "stage' is 4")
-    refused({"train_batch_size": 4, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "simultaneously")
-    refused({"train_batch_size": 4, "communication_data_type": "fp8"}, "fp32, fp16 or bf16")
-    refused([1], "dictionary or the path")
-    refused("/nowhere/at/all.json", "cannot be read")
-    assert Config({"train_batch_size": 4.0, "zero_optimization": {"reduce_bucket_size": 5e8}}, 2)["train_batch_size"] == 4
-
-
-def test_a_file_with_a_key_twice_is_refused(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "twice.json"
-    file.write_text('{"train_batch_size": 4, "train_batch_size": 8}')
-    refused(str(file), "'train_batch_size' twice")
-    file.write_text("{")
-    refused(str(file), "no JSON")
-
-
-BATCHES = [  # train, micro, accumulation -> what becomes of them on two ranks; None: refused
-    ((32, 16, 1), (32, 16, 1)), ((32, 8, 2), (32, 8, 2)), ((33, 17, 2), None), ((32, 18, 1), None),
-    ((32, 16, None), (32, 16, 1)), ((32, 4, None), (32, 4, 4)), ((32, None, 2), (32, 8, 2)), ((32, None, None), (32, 16, 1)),
-    ((None, 16, None), (32, 16, 1)), ((None, 4, 3), (24, 4, 3)), ((None, None, 2), None), ((0, None, None), None),
-    ((None, 0, 1), None), ((2, None, 2), None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "wanted"), BATCHES)
-def test_three_numbers_of_the_batch_agree(given: tuple[Any, ...], wanted: tuple[Any, ...] | None) -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = dict(zip(names, given, strict=True))
-    if wanted is None:
-        with pytest.raises(AssertionError):
-            Config(config, 2)
-    else:
-        parsed = Config({**config, "optimizer": {"type": "auto", "params": "auto"}}, 2)
-        assert tuple(parsed[name] for name in names) == wanted
-
-
-def wrong_on_one_rank() -> str:
-    rank = plumb.world().rank
-    config = config_of(stage=1)
-    if rank == 1:
-        config["zero_optimization"]["stagee"] = 1
-    try:
-        deepspeed.initialize(model=make(), config=config)
-    except plumb.Error as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_config_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
-    assert all("stagee" in said for said in plumb.spawn(wrong_on_one_rank, 2))
-
-
-def test_units_are_blocks_and_leaf_modules() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Parameter(torch.zeros(3))
-            self.embed = nn.Embedding(10, 8)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
-            self.attention = nn.MultiheadAttention(8, 2)
-
-    def names(**zero: Any) -> list[str]:
-        model = Deep()
-        config = Config({"train_batch_size": 2, "zero_optimization": {"stage": 3, **zero}}, 1)
-        units = {id(unit) for unit in deepspeed.zero.units_of(model, config)}
-        return [name for name, module in model.named_modules() if id(module) in units]
-
-    small = {"stage3_param_persistence_threshold": 0}
-    assert names(**small) == ["embed", "blocks.0", "blocks.1", "attention"]
-    assert names(stage3_param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]
-    assert names(param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]  # the same by its other name
-    assert names(**small, leaf_module={"names": ["blocks"]}) == ["embed", "blocks", "attention"]
-    assert names(**small, leaf_module={"name_suffixes": ["locks"], "classes": ["Embedding"]}) == ["embed", "blocks", "attention"]
-    assert names() == []
-
-
-def test_leaf_modules_by_class_name_and_suffix() -> None:
-    utils = deepspeed.utils
-    model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "other": nn.Linear(2, 2)})
-    assert utils.set_z3_leaf_modules(model, ["Sequential"]) == [model["one"]]
-    assert utils.set_z3_leaf_modules_by_name(model, ["other", "none"], raise_if_not_found=False) == ([model["other"]], ["none"])
-    assert utils.get_z3_leaf_modules(model) == [model["one"], model["other"]]
-    assert utils.unset_z3_leaf_modules(model, [nn.Sequential, "Linear"]) == [model["one"], *(m for m in model.modules() if type(m) is nn.Linear)]
-    assert not any(utils.z3_leaf_module(module) for module in model.modules())
-    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model["one"][0]], [])  # type: ignore[index]
-    for wrong in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix, utils.set_z3_leaf_modules):
-        with pytest.raises(plumb.Error, match="No modules"):
-            wrong(model, ["nobody"])
-
-
-def test_the_list_of_deepspeeds_names_is_that_of_the_installed_one() -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
-    from compatibility.deepspeed import NAMES, installed_names
-
-    found = installed_names()
-    assert NAMES["arguments"] == found["arguments"]
-    assert NAMES["methods"] == found["methods"]
-    assert set(found["keys"]) - set(NAMES["keys"]) == set()
-    known = {key.split(".")[-1] for key in NAMES["keys"]} | {"load_universal", "use_node_local_storage", "pipeline_stage"}
-    assert set(found["constants"]) - known == set()  # beside keys of `checkpoint`, which is read as a whole

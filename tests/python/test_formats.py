@@ -305,3 +305,80 @@ def test_a_conversion_that_is_refused_leaves_nothing_behind(tmp_path: Path, caps
         assert main(["--from", "safetensors", "--to", "deepspeed", str(tmp_path / "model.safetensors"), str(tmp_path / "new")]) == 1
         assert "there is no optimizer state, without which DeepSpeed loads no universal folder" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+# ---- how flat tensors of all ranks are cut, for any shapes and numbers of ranks
+
+
+def test_parameters_are_found_in_flat_groups_however_they_are_cut() -> None:
+    draw = torch.Generator().manual_seed(5)
+
+    def number(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (), generator=draw))
+
+    for round_ in range(60):
+        ranks = number(1, 5)
+        group = {f"p{i}": tuple(number(0 if i == 1 else 1, 4) for _ in range(number(0, 2))) for i in range(number(1, 5))}
+        values = {name: torch.randn(shape, generator=draw) for name, shape in group.items()}
+        paddings = [number(0, 3) for _ in group] if round_ % 2 else None
+        # Stages 1 and 2: one behind the other, each with its filling; equal shares of all of it, filled up.
+        pieces = [
+            torch.cat([value.reshape(-1), torch.full((paddings[i] if paddings else 0,), 99.0)]) for i, value in enumerate(values.values())
+        ]
+        whole = torch.cat(pieces)
+        share = -(-whole.numel() // ranks)
+        flats = list(torch.cat([whole, torch.full((share * ranks - whole.numel(),), 77.0)]).split(share)) if share else [whole] * ranks
+        by_group = zero._cut_by_group(group, {"param_alignment_paddings": [paddings] if paddings else None}, [[flat] for flat in flats], 0)
+        # Stage 3: each cut by itself.
+        parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        for value in values.values():
+            each = -(-value.numel() // ranks)
+            filled = torch.cat([value.reshape(-1), torch.full((each * ranks - value.numel(),), 55.0)])
+            for rank in range(ranks):
+                parts[rank].append(filled[rank * each : (rank + 1) * each])
+        by_parameter = zero._cut_by_parameter(group, ranks)
+        for name, shape in group.items():
+            for places, memory in ((by_group, flats), (by_parameter, [torch.cat(part) for part in parts])):
+                found = zero._Joined(places[name](memory), shape, torch.float32).read()
+                assert torch.equal(found, values[name]), (round_, name, shape)
+
+
+def test_files_are_those_of_the_ranks_in_their_order(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    for name in reversed(names):
+        (tmp_path / name).touch()
+    assert [os.path.basename(one) for one in zero._files(str(tmp_path), "optim_states")] == names
+
+
+def test_frozen_parameters_of_stage_3_are_joined_whatever_their_length() -> None:
+    for numel in range(1, 9):
+        for ranks in (1, 2, 3, 4):
+            value = torch.arange(float(numel))
+            share = -(-numel // ranks)
+            filled = torch.cat([value, torch.full((share * ranks - numel,), 9.0)])
+            states: list[dict[str, Any]] = [
+                {"frozen_param_shapes": {"f": (numel,)}, "frozen_param_fragments": {"f": filled[r * share : (r + 1) * share]}} for r in range(ranks)
+            ]
+            contents = Contents()
+            zero._frozen(states, contents, 3)
+            assert torch.equal(contents.entries[0].checked(), value) and contents.frozen == ["f"], (numel, ranks)
+
+
+def test_folders_of_safetensors_are_cut_before_they_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from plumb.formats import plain
+
+    monkeypatch.setattr(plain, "SHARD_BYTES", 100)
+    contents = Contents()
+    for i, numel in enumerate((10, 10, 5, 25, 30, 1)):  # 40, 40, 20 bytes: together just the limit; 120 bytes: alone
+        value = torch.full((numel,), float(i))
+        contents.entries.append(contents_entry("weight", f"w{i}", "", value))
+    plain.write(str(tmp_path), contents)
+    sizes = [sum(t.nbytes for t in safetensors.load_file(one).values()) for one in sorted(tmp_path.glob("*.safetensors"))]
+    assert sizes == [100, 100, 120, 4]
+    assert same(values(plain.read(str(tmp_path))), values(contents))
+
+
+def contents_entry(kind: str, name: str, key: str, value: torch.Tensor) -> Any:
+    from plumb.formats.contents import Entry
+
+    return Entry(kind, name, key, value.dtype, tuple(value.shape), lambda: value)

@@ -89,3 +89,54 @@ def test_pairs_without_names_or_values_are_refused() -> None:
         plumb.Engine(list(hollow.named_parameters()), plumb.SGD(lr=1.0))
     with pytest.raises(plumb.Error, match="are a list; expected a module, or pairs of a name and a tensor"):
         plumb.Engine([torch.ones(2)], plumb.SGD(lr=1.0))
+
+
+#: What an engine is given, and which of the library's own options it becomes.
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"strategy": "zero2"}, {"strategy": "zero2"}),
+    ({"bucket_bytes": 77}, {"bucket_bytes": 77}),
+    ({"first_bucket_bytes": 78}, {"first_bucket_bytes": 78}),
+    ({"accumulate_dtype": torch.float64}, {"accumulate_dtype": torch.float64}),
+    ({"master_weights": False}, {"master_weights": False}),
+    ({"clip_norm": 0.25}, {"clip_norm": 0.25}),
+    ({"nonfinite": "skip"}, {"nonfinite": plumb._C.NonFinite.skip}),
+    ({"nonfinite": "error"}, {"nonfinite": plumb._C.NonFinite.error}),
+    ({"hold_unsharded": True}, {"hold_unsharded": True}),
+    ({"gather_ahead_bytes": 79}, {"gather_ahead_bytes": 79}),
+    ({"gather_ahead_bytes": 0}, {"gather_ahead_bytes": 0}),
+    ({"deterministic": True}, {"deterministic": True}),
+    ({"virtual_ranks": 3}, {"virtual_ranks": 3}),
+    ({"ledger": False}, {"ledger": False}),
+]
+OBJECTS = ("mesh", "loss_scale", "schedule", "groups")
+
+
+@pytest.mark.parametrize(("given", "expected"), OPTIONS, ids=str)
+def test_every_option_arrives_and_no_other_changes(given: dict[str, Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def engine(*arguments: Any) -> None:
+        seen.append(arguments[-1])
+        raise plumb.Error("seen")
+
+    monkeypatch.setattr(plumb._C, "Engine", engine)
+    with pytest.raises(plumb.Error, match="seen"):
+        plumb.Engine(model(), plumb.SGD(lr=1.0), **given)
+    names = [name for name in dir(plumb._C.Options) if not name.startswith("_") and name not in OBJECTS]
+    default = plumb._C.Options()
+    assert {name: getattr(seen[0], name) for name in names} == {name: getattr(default, name) for name in names} | expected
+
+
+def test_objects_among_the_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(plumb._C, "Engine", lambda *arguments: seen.append(arguments[-1]) or 1 / 0)
+    for mesh in ((1, 1), plumb.Mesh(replicate=1, shard=1)):
+        with pytest.raises(ZeroDivisionError):
+            plumb.Engine(model(), plumb.SGD(lr=1.0), mesh=mesh, schedule=plumb.Schedule(warmup=3, total=9, floor=0.25))
+        assert (seen[-1].mesh.replicate, seen[-1].mesh.shard) == (1, 1)
+        assert (seen[-1].schedule.warmup, seen[-1].schedule.total, seen[-1].schedule.floor) == (3, 9, 0.25)
+
+
+def test_a_mesh_of_two_numbers_is_replicas_and_shards() -> None:
+    assert (plumb.given.mesh((2, 3)).replicate, plumb.given.mesh((2, 3)).shard) == (2, 3)

@@ -347,6 +347,64 @@ TEST(Checkpoint, AnotherThreadThatDrawsMeanwhileIsNoticed) {
   calm.sum().backward();
 }
 
+// What a function may ask for besides its inputs: it finds the same both times, whatever the backward is called in; and the
+// caller finds his own afterwards, also behind an exception.
+TEST(Checkpoint, RunsAgainInTheStateOfTheFirstRunAndLeavesTheCallersAlone) {
+  struct State {
+    bool enabled, cached;
+    at::ScalarType dtype;
+    bool operator==(const State&) const = default;
+    static State now() {
+      return {at::autocast::is_autocast_enabled(at::kCPU), at::autocast::is_autocast_cache_enabled(),
+              at::autocast::get_autocast_dtype(at::kCPU)};
+    }
+    void set() const {
+      at::autocast::set_autocast_enabled(at::kCPU, enabled);
+      at::autocast::set_autocast_cache_enabled(cached);
+      at::autocast::set_autocast_dtype(at::kCPU, dtype);
+    }
+  };
+  const State before = State::now();
+  std::vector<State> states;
+  for (const bool enabled : {false, true}) {
+    for (const bool cached : {false, true}) {
+      for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) states.push_back({enabled, cached, dtype});
+    }
+  }
+  for (const State& first : states) {
+    for (const State& caller : states) {
+      for (const bool throws : {false, true}) {
+        std::vector<State> seen;
+        std::vector<std::vector<bool>> wants;
+        const at::Tensor x = torch::ones({3}).requires_grad_(), plain = torch::ones({3}), whole = at::arange(3);
+        first.set();
+        const at::Tensor y = checkpoint(
+            [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+              seen.push_back(State::now());
+              wants.push_back({a.requires_grad(), b.requires_grad(), c.requires_grad(), at::GradMode::is_enabled()});
+              if (throws && seen.size() == 2) throw std::runtime_error("planned");
+              return (a * b * c).sin();
+            },
+            x, plain, whole);
+        caller.set();
+        if (throws) {
+          EXPECT_ANY_THROW(y.sum().backward());
+        } else {
+          y.sum().backward();
+        }
+        const State after = State::now();
+        before.set();
+        at::autocast::clear_cache();
+        ASSERT_EQ(seen.size(), 2u);
+        EXPECT_TRUE(seen[0] == first && seen[1] == first);
+        EXPECT_EQ(wants[0], (std::vector<bool>{true, false, false, true}));
+        EXPECT_EQ(wants[1], wants[0]);
+        EXPECT_TRUE(after == caller);
+      }
+    }
+  }
+}
+
 TEST(Checkpoint, LeavesTheGeneratorAlone) {
   torch::manual_seed(1);
   auto y =

@@ -76,14 +76,20 @@ TEST(Units, AWriteInsideAGatheredScopeIsRankZeros) {
 
 TEST(Units, AChangeThatWouldBeLostIsAnError) {
   on_two([](World, Net& net, Engine& engine) {
-    const at::Tensor weight = net.first->up->weight;
-    EXPECT_THROW(
-        {
-          at::NoGradGuard no_grad;
-          const auto scope = engine.gathered({weight});
-          weight.fill_(1.0);
-        },
-        Error);
+    const std::vector<std::pair<std::string, at::Tensor>> some = {{"first.up.weight", net.first->up->weight},
+                                                                  {"first.up.bias", net.first->up->bias},
+                                                                  {"first.down.bias", net.first->down->bias}};
+    for (const auto& [name, changed] : some) {  // whichever of those that were gathered
+      std::string said = "nothing";
+      try {
+        at::NoGradGuard no_grad;
+        const auto scope = engine.gathered({some[0].second, some[1].second, some[2].second});
+        changed.fill_(1.0);
+      } catch (const Error& error) {
+        said = error.what();
+      }
+      EXPECT_THAT(said, testing::HasSubstr("'" + name + "' was changed inside engine.gathered"));
+    }
   });
 }
 

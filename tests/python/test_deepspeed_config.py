@@ -1,0 +1,146 @@
+"""DeepSpeed's configs: what is taken, what is refused and how it is told, which modules become units."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+import plumb.deepspeed as deepspeed
+from plumb.deepspeed import utils, zero
+from plumb.deepspeed.config import Config
+from deepspeeds import config_of, engine_of, make
+
+
+def refused(config: Any, match: str, size: int = 2) -> None:
+    with pytest.raises(plumb.Error, match=match):
+        Config(config, size)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
+    refused({"train_batch_size": 4, "gradient_cliping": 1.0}, "'gradient_cliping'.*'gradient_clipping'")
+    refused({"train_batch_size": 4, "zero_optimization": {"stge": 1}}, "'zero_optimization.stge'.*'zero_optimization.stage'")
+    refused({"train_batch_size": 4, "fp16": {"loss_scal": 1}}, "'fp16.loss_scal'.*'fp16.loss_scale'")
+    refused({"train_batch_size": 4, "zero_optimization": {"zero_quantized_weights": True}}, "not supported: weights travel")
+    refused({"train_batch_size": 4, "tensorboard": {"enabled": True}}, "'tensorboard'.*not supported")
+    refused({"train_batch_size": 4, "zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme.*not supported")
+    for kind, near in (("Adamm", "Adam"), ("OneBitAdam", "not supported")):
+        with pytest.raises(plumb.Error, match=near):
+            deepspeed.initialize(model=make(), config={"train_batch_size": 2, "optimizer": {"type": kind}})
+    with pytest.raises(plumb.Error, match="nearest one is 'WarmupLR'"):
+        engine_of(scheduler={"type": "WarmpLR", "params": {}})
+    with pytest.raises(plumb.Error, match="total_num_steps"):
+        engine_of(scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}})
+    with pytest.raises(plumb.Error, match="gradient_clipping"):
+        engine_of(optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}})
+
+
+def test_values_of_the_wrong_kind_are_named() -> None:
+    refused({"train_batch_size": "four"}, "'train_batch_size' is 'four'.*whole number")
+    refused({"train_batch_size": 4, "fp16": {"enabled": "yes"}}, "'fp16.enabled'.*true or false")
+    refused({"train_batch_size": 4, "zero_optimization": {"stage": 4}}, "stage' is 4")
+    refused({"train_batch_size": 4, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "simultaneously")
+    refused({"train_batch_size": 4, "communication_data_type": "fp8"}, "fp32, fp16 or bf16")
+    refused([1], "dictionary or the path")
+    refused("/nowhere/at/all.json", "cannot be read")
+    assert Config({"train_batch_size": 4.0, "zero_optimization": {"reduce_bucket_size": 5e8}}, 2)["train_batch_size"] == 4
+
+
+def test_a_file_with_a_key_twice_is_refused(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "twice.json"
+    file.write_text('{"train_batch_size": 4, "train_batch_size": 8}')
+    refused(str(file), "'train_batch_size' twice")
+    file.write_text("{")
+    refused(str(file), "no JSON")
+
+
+BATCHES = [  # train, micro, accumulation -> what becomes of them on two ranks; None: refused
+    ((32, 16, 1), (32, 16, 1)), ((32, 8, 2), (32, 8, 2)), ((33, 17, 2), None), ((32, 18, 1), None),
+    ((32, 16, None), (32, 16, 1)), ((32, 4, None), (32, 4, 4)), ((32, None, 2), (32, 8, 2)), ((32, None, None), (32, 16, 1)),
+    ((None, 16, None), (32, 16, 1)), ((None, 4, 3), (24, 4, 3)), ((None, None, 2), None), ((0, None, None), None),
+    ((None, 0, 1), None), ((2, None, 2), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "wanted"), BATCHES)
+def test_three_numbers_of_the_batch_agree(given: tuple[Any, ...], wanted: tuple[Any, ...] | None) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = dict(zip(names, given, strict=True))
+    if wanted is None:
+        with pytest.raises(AssertionError):
+            Config(config, 2)
+    else:
+        parsed = Config({**config, "optimizer": {"type": "auto", "params": "auto"}}, 2)
+        assert tuple(parsed[name] for name in names) == wanted
+
+
+def wrong_on_one_rank() -> str:
+    rank = plumb.world().rank
+    config = config_of(stage=1)
+    if rank == 1:
+        config["zero_optimization"]["stagee"] = 1
+    try:
+        deepspeed.initialize(model=make(), config=config)
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_config_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    assert all("stagee" in said for said in plumb.spawn(wrong_on_one_rank, 2))
+
+
+def test_units_are_blocks_and_leaf_modules() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(3))
+            self.embed = nn.Embedding(10, 8)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+            self.attention = nn.MultiheadAttention(8, 2)
+
+    def names(**zero: Any) -> list[str]:
+        model = Deep()
+        config = Config({"train_batch_size": 2, "zero_optimization": {"stage": 3, **zero}}, 1)
+        units = {id(unit) for unit in deepspeed.zero.units_of(model, config)}
+        return [name for name, module in model.named_modules() if id(module) in units]
+
+    small = {"stage3_param_persistence_threshold": 0}
+    assert names(**small) == ["embed", "blocks.0", "blocks.1", "attention"]
+    assert names(stage3_param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]
+    assert names(param_persistence_threshold=85) == ["blocks.0", "blocks.1", "attention"]  # the same by its other name
+    assert names(**small, leaf_module={"names": ["blocks"]}) == ["embed", "blocks", "attention"]
+    assert names(**small, leaf_module={"name_suffixes": ["locks"], "classes": ["Embedding"]}) == ["embed", "blocks", "attention"]
+    assert names() == []
+
+
+def test_leaf_modules_by_class_name_and_suffix() -> None:
+    utils = deepspeed.utils
+    model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "other": nn.Linear(2, 2)})
+    assert utils.set_z3_leaf_modules(model, ["Sequential"]) == [model["one"]]
+    assert utils.set_z3_leaf_modules_by_name(model, ["other", "none"], raise_if_not_found=False) == ([model["other"]], ["none"])
+    assert utils.get_z3_leaf_modules(model) == [model["one"], model["other"]]
+    assert utils.unset_z3_leaf_modules(model, [nn.Sequential, "Linear"]) == [model["one"], *(m for m in model.modules() if type(m) is nn.Linear)]
+    assert not any(utils.z3_leaf_module(module) for module in model.modules())
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model["one"][0]], [])  # type: ignore[index]
+    for wrong in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix, utils.set_z3_leaf_modules):
+        with pytest.raises(plumb.Error, match="No modules"):
+            wrong(model, ["nobody"])
+
+
+def test_the_list_of_deepspeeds_names_is_that_of_the_installed_one() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    from compatibility.deepspeed import NAMES, installed_names
+
+    found = installed_names()
+    assert NAMES["arguments"] == found["arguments"]
+    assert NAMES["methods"] == found["methods"]
+    assert set(found["keys"]) - set(NAMES["keys"]) == set()
+    known = {key.split(".")[-1] for key in NAMES["keys"]} | {"load_universal", "use_node_local_storage", "pipeline_stage"}
+    assert set(found["constants"]) - known == set()  # beside keys of `checkpoint`, which is read as a whole

@@ -1,0 +1,175 @@
+"""The optimizers and schedules that a DeepSpeed config names: their papers' formulas once more, element by element, in f64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+import plumb.deepspeed as deepspeed
+from plumb.deepspeed import optimizers, schedules
+
+Numbers = list[float]
+
+
+def lion(p: Numbers, gradients: list[Numbers], lr: float, betas: tuple[float, float], decay: float) -> Numbers:
+    momentum = [0.0] * len(p)
+    for g in gradients:
+        for i in range(len(p)):
+            mixed = betas[0] * momentum[i] + (1 - betas[0]) * g[i]
+            p[i] = p[i] * (1 - lr * decay) - lr * math.copysign(1.0 if mixed else 0.0, mixed)
+            momentum[i] = betas[1] * momentum[i] + (1 - betas[1]) * g[i]
+    return p
+
+
+def lamb(p: Numbers, gradients: list[Numbers], lr: float, how: dict[str, Any]) -> Numbers:
+    one, two = how.get("betas", (0.9, 0.999))
+    eps, mean, square = how.get("eps", 1e-8), [0.0] * len(p), [0.0] * len(p)
+    for step, g in enumerate(gradients, start=1):
+        update = []
+        for i in range(len(p)):
+            mean[i] = one * mean[i] + (1 - one) * g[i]
+            square[i] = two * square[i] + (1 - two) * g[i] ** 2
+            root = math.sqrt(square[i] + eps) if how.get("eps_inside_sqrt") else math.sqrt(square[i]) + eps
+            update.append(mean[i] / root + how.get("weight_decay", 0.0) * p[i])
+        size = lr * (math.sqrt(1 - two**step) / (1 - one**step) if how.get("bias_correction", True) else 1.0)
+        weight, length = math.hypot(*p), math.hypot(*update)
+        trust = min(max(weight / length, how.get("min_coeff", 0.01)), how.get("max_coeff", 10.0)) if weight and length else 1.0
+        p = [value - size * trust * change for value, change in zip(p, update, strict=True)]
+    return p
+
+
+def drawn(seed: int, numbers: int = 5, steps: int = 3) -> tuple[Numbers, list[Numbers]]:
+    values = torch.randn(steps + 1, numbers, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    return values[0], values[1:]
+
+
+def stepped(kind: str, params: dict[str, Any], start: Numbers, gradients: list[Numbers]) -> Numbers:
+    parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    optimizer = optimizers.build(kind, params, [parameter])
+    for gradient in gradients:
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    return parameter.tolist()
+
+
+LIONS: list[dict[str, Any]] = [{}, {"betas": [0.6, 0.8]}, {"weight_decay": 0.3}, {"betas": [0.5, 0.95], "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("params", LIONS, ids=str)
+def test_lion_steps_by_the_sign_of_what_its_paper_mixes(params: dict[str, Any]) -> None:
+    for seed in range(5):
+        start, gradients = drawn(seed)
+        gradients[0][0] = 0.0  # nothing yet: no step
+        expected = lion(list(start), gradients, 0.1, tuple(params.get("betas", (0.9, 0.99))), params.get("weight_decay", 0.0))
+        assert stepped("Lion", {"lr": 0.1, **params}, start, gradients) == pytest.approx(expected, abs=1e-12)
+
+
+LAMBS: list[dict[str, Any]] = [
+    {}, {"weight_decay": 0.3}, {"bias_correction": False}, {"eps": 0.5}, {"eps": 0.5, "eps_inside_sqrt": True},
+    {"betas": [0.5, 0.75]}, {"max_coeff": 0.5}, {"min_coeff": 5.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("params", LAMBS, ids=str)
+def test_lamb_scales_adams_step_by_the_norms(params: dict[str, Any]) -> None:
+    for seed in range(5):
+        start, gradients = drawn(seed)
+        start = [0.0] * 5 if seed == 4 else start  # no norm: as Adam
+        expected = lamb(list(start), gradients, 0.1, params)
+        assert stepped("Lamb", {"lr": 0.1, **params}, start, gradients) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "FusedAdam"])
+def test_adam_decays_weights_unless_it_is_told_to_decay_gradients(name: str) -> None:
+    start, gradients = drawn(1)
+    for params in ({}, {"weight_decay": 0.2}, {"adam_w_mode": False, "weight_decay": 0.2}, {"amsgrad": True, "betas": [0.5, 0.7]}):
+        how = {"weight_decay": 0.0, **params, "betas": tuple(params.get("betas", (0.9, 0.999)))}
+        kind = torch.optim.AdamW if how.pop("adam_w_mode", True) else torch.optim.Adam
+        twin = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+        optimizer = kind([twin], lr=0.1, **how)
+        for gradient in gradients:
+            twin.grad = torch.tensor(gradient, dtype=torch.float64)
+            optimizer.step()
+        assert stepped(name, {"lr": 0.1, **params}, start, gradients) == pytest.approx(twin.tolist(), abs=1e-12)
+    # Groups that come later are of the same kind.
+    late = optimizers.build(name, {"lr": 0.1, "adam_w_mode": False}, [nn.Parameter(torch.zeros(1))])
+    late.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert [group["decoupled_weight_decay"] for group in late.param_groups] == [False, False]
+
+
+def trained(kind: str, stage: int) -> list[float]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": kind, "params": {"lr": 0.05, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    size = 4 // engine.world_size
+    for i in range(3):
+        x = torch.arange(12, dtype=torch.float64).view(4, 3).sin() + i
+        mine = x[engine.global_rank * size : (engine.global_rank + 1) * size]
+        engine.backward(engine(mine).pow(2).mean())
+        engine.step()
+    whole = torch.cat([deepspeed.utils.safe_get_full_fp32_param(p).double().flatten() for p in model.parameters()])
+    engine.destroy()
+    return whole.tolist()
+
+
+@pytest.mark.parametrize("kind", ["Lion", "Lamb"])
+def test_under_every_stage_they_step_as_in_one_process(kind: str) -> None:
+    (expected,) = plumb.spawn(trained, 1, (kind, 0))
+    for stage in (0, 1, 2, 3):
+        for found in plumb.spawn(trained, 2, (kind, stage)):
+            assert found == pytest.approx(expected, abs=1e-5), stage
+
+
+def test_schedules_write_rates_that_are_tensors_in_place_and_lists_by_group() -> None:
+    rates = [torch.tensor(0.5), torch.tensor(0.25)]
+    optimizer = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=0.1)
+    schedule = schedules.build("WarmupLR", {"warmup_min_lr": [0.0, 0.1], "warmup_max_lr": [1.0, 0.3], "warmup_num_steps": 1}, optimizer)
+    seen = []
+    for _ in range(4):
+        seen.append([float(rate) for rate in rates])
+        schedule.step()
+        assert [group["lr"] for group in optimizer.param_groups] == rates and all(
+            group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True)
+        )
+    # One step of warmup is two to DeepSpeed: the logarithm of one is nothing to divide by.
+    assert seen[0] == pytest.approx([0.0, 0.1]) and seen[1] == pytest.approx([0.0, 0.1]) and seen[2] == pytest.approx([1.0, 0.3])
+    assert schedule.get_last_lr() == pytest.approx([1.0, 0.3])
+
+
+SCHEDULES: dict[str, Any] = {  # what DeepSpeed 0.19's give, over AdamW with lr 0.02
+    "WarmupLR": ({"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4}, [0.001, 0.001, 0.0055, 0.008132331, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01], None),
+    "WarmupLR linear": ({"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01], None),
+    "WarmupDecayLR": ({"total_num_steps": 8, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, [0.0, 0.0, 0.006309298, 0.01, 0.01, 0.008, 0.006, 0.004, 0.002, 0.0], None),
+    "WarmupCosineLR": ({"total_num_steps": 8, "warmup_min_ratio": 0.1, "warmup_num_steps": 3, "cos_min_ratio": 0.01}, [0.0, 0.002, 0.013356736, 0.02, 0.018109268, 0.013159268, 0.007040732, 0.002090732, 0.0002, 0.0002], None),
+    "OneCycle": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3, "cycle_second_step_size": 2, "decay_lr_rate": 0.5, "decay_step_size": 1, "decay_mom_rate": 0.1}, [0.001, 0.004, 0.007, 0.01, 0.0055, 0.001, 0.000666667, 0.0005, 0.0004, 0.000333333], [0.8, 0.866666667, 0.833333333, 0.8, 0.85, 0.9, 0.99, 1.08, 1.17, 1.26]),
+    "OneCycle stairs": ({"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 4, "cycle_first_stair_count": 2}, [0.001, 0.001, 0.0055, 0.0055, 0.01, 0.0055, 0.0055, 0.001, 0.001, 0.001], [0.8, 0.9, 0.85, 0.85, 0.8, 0.85, 0.85, 0.9, 0.9, 0.9]),
+    "LRRangeTest": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2.0}, [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01], None),
+    "LRRangeTest stairs": ({"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.001, 0.001, 0.002, 0.002, 0.003, 0.003, 0.004, 0.004, 0.005, 0.005], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_deepspeeds(name: str) -> None:
+    params, rates, momenta = SCHEDULES[name]
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
+    schedule = schedules.build(name.split()[0], params, optimizer)
+    seen, moved = [], []
+    for i in range(10):
+        seen.append(optimizer.param_groups[0]["lr"])
+        moved.append(optimizer.param_groups[0]["betas"][0])
+        schedule.step()
+        if i == 4:
+            again = schedules.build(name.split()[0], params, torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02))
+            again.load_state_dict(schedule.state_dict())
+            assert again.last_batch_iteration == schedule.last_batch_iteration
+    assert seen == pytest.approx(rates, abs=1e-8)
+    assert momenta is None or moved == pytest.approx(momenta, abs=1e-8)

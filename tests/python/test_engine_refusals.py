@@ -1,0 +1,107 @@
+"""What an engine cannot be built over is an error on every rank that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plumb
+from programs import plain
+from stage import Play, compare, make
+
+
+class Unmade(nn.Module):
+    """On the meta device, with nothing that could give it values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, device="meta"))
+
+
+def test_says_what_is_wrong_with_its_arguments() -> None:
+    model = make()
+    cases: list[tuple[str, Any]] = [
+        ("expected a module", lambda: plumb.Engine(42)),  # type: ignore[arg-type]
+        ("expected a module", lambda: plumb.Engine(list(model.parameters()))),  # type: ignore[arg-type]
+        ("zero9", lambda: plumb.Engine(model, strategy="zero9")),
+        ("expected plumb.AdamW", lambda: plumb.Engine(model, "adam")),  # type: ignore[arg-type]
+        ("no such module", lambda: plumb.Engine(model, units=["blocks.9"])),
+        ("no such module", lambda: plumb.Engine(model, units=[nn.Conv2d])),
+        ("none of the engine's", lambda: plumb.Engine(model, torch.optim.SGD(make().parameters(), lr=0.1))),
+        ("plumb.World or a process group", lambda: plumb.Engine(model, world=3)),  # type: ignore[arg-type]
+        ("clip_norm", lambda: plumb.Engine(model, clip_norm=-1.0)),
+        ("reset_parameters", lambda: plumb.Engine(Unmade())),
+        ("nothing to train", lambda: plumb.Engine(make().requires_grad_(False))),
+        ("'weight' is of a lazy module", lambda: plumb.Engine(torch.nn.LazyLinear(3))),
+        ("matches no parameter", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"match": "xyz", "lr": 1.0}])),
+        ("keys", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"lr": 1.0}])),
+        ("learning rate", lambda: plumb.Engine(model, plumb.SGD(lr=-1.0))),
+    ]
+    for said, build in cases:
+        with pytest.raises(plumb.Error, match=said):
+            build()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))  # and the process goes on
+    with pytest.raises(plumb.Error, match="belongs to another engine"):
+        plumb.Engine(model, plumb.SGD(lr=0.1))
+    engine.close()
+    with pytest.raises(plumb.Error, match="closed"):
+        engine.step()
+    plumb.Engine(model, plumb.SGD(lr=0.1)).close()
+
+
+def refusals_are_everybodys() -> str:
+    model = make()
+    if plumb.world().rank == 1:
+        model.requires_grad_(False)
+    try:
+        plumb.Engine(model, plumb.SGD())
+    except plumb.Error as error:
+        first = str(error)
+    else:
+        return "nothing"
+    assert compare(plain, strategy="ddp") < 1e-10  # the process can go on
+    return first
+
+
+def test_what_one_rank_cannot_build_is_an_error_on_every_rank() -> None:
+    zero, one = plumb.spawn(refusals_are_everybodys, 2)
+    assert "rank 1" in zero and "nothing to train" in zero
+    assert "nothing to train" in one
+
+
+def foreign_optimizer_on_rank_1() -> str:
+    model = make()
+    parameters = (make() if plumb.world().rank == 1 else model).parameters()
+    try:
+        plumb.Engine(model, torch.optim.SGD(parameters, lr=0.1))
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_python_refuses_on_one_rank_is_an_error_on_every_rank() -> None:
+    zero, one = plumb.spawn(foreign_optimizer_on_rank_1, 2)
+    assert "rank 1 could not set up its engine" in zero and "none of the engine's" in zero
+    assert "none of the engine's" in one
+
+
+def changes_the_model() -> str:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    Play(model, engine.world.rank, 2, 1.0).loss(0).backward()
+    engine.step()
+    model.float()
+    try:
+        Play(model, engine.world.rank, 2, 1.0).loss(0).backward()
+        engine.step()
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_that_changed_its_dtype_is_refused() -> None:
+    for said in plumb.spawn(changes_the_model, 2):
+        assert "first" in said or "last" in said or "blocks" in said, said

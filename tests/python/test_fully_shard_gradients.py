@@ -1,0 +1,165 @@
+"""Gradients under plumb.fully_shard in the user's own hands: clipped, scaled, assigned, added to, divided by another factor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both, transformer
+
+case = Cases(2)
+
+
+@case
+def an_assigned_gradient_that_a_kept_one_is_added_to() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    plain_loss(model, 0).backward()
+    plain_loss(reference, 0).backward()
+    reduce_gradients(reference)
+    with torch.no_grad():
+        assigned = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        for parameter, gradient in zip(model.parameters(), assigned, strict=True):
+            parameter.grad = gradient
+    model.set_requires_gradient_sync(False)
+    plain_loss(model, 1).backward()
+    model.set_requires_gradient_sync(True)
+    plain_loss(model, 2).backward()
+    other = copy.deepcopy(reference)
+    other.zero_grad()
+    for i in (1, 2):
+        plain_loss(other, i).backward()
+    reduce_gradients(other)
+    for mine, before, more in zip(model.parameters(), reference.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), before.grad + more.grad)
+
+
+@case
+def gradients_are_clipped_by_the_global_norm() -> None:
+    model = transformer()
+    reference = copy.deepcopy(model)
+    shard(model)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    for step in range(3):
+        plain_loss(model, step).backward()
+        plain_loss(reference, step).backward()
+        reduce_gradients(reference)
+        for order in (2.0, float("inf")):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=order)
+            expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type=order)
+            torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+        same(reference, model)
+        mine.step()
+        theirs.step()
+        same(reference, model)
+        mine.zero_grad()
+        theirs.zero_grad()
+
+
+@case
+def gradients_may_be_scaled_zeroed_and_assigned() -> None:
+    model = mlps(count=2)
+    reference = copy.deepcopy(model)
+    shard(model)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
+
+    def change(one: nn.Module, how: str) -> None:
+        for parameter in one.parameters():
+            if how == "scale":
+                parameter.grad *= 0.5
+            elif how == "add":
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+            elif how == "assign":
+                parameter.grad = parameter.grad * 2 + 1
+            elif how == "set":
+                parameter.grad = parameter.detach() * 0.25
+            elif how == "clear":
+                parameter.grad = None
+
+    for step, hows in enumerate((["scale"], ["add", "scale"], ["assign"], ["clear", "set"], ["clear"])):
+        plain_loss(model, step).backward()
+        plain_loss(reference, step).backward()
+        reduce_gradients(reference)
+        for how in hows:
+            change(model, how)
+            change(reference, how)
+        same(reference, model)
+        if "set" in hows:  # what was assigned counts as accumulated
+            plain_loss(model, 50).backward()
+            with_more = copy.deepcopy(reference)
+            with_more.zero_grad()
+            plain_loss(with_more, 50).backward()
+            reduce_gradients(with_more)
+            for one, more in zip(reference.parameters(), with_more.parameters(), strict=True):
+                one.grad += more.grad
+            same(reference, model)
+        mine.step()
+        theirs.step()
+        same(reference, model)
+
+
+@case
+def a_penalty_on_the_rows_themselves_counts() -> None:
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        penalty: Any = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        if isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
+        return plain_loss(model, step) + 0.1 * penalty
+
+    model = mlps(count=2)
+    reference = copy.deepcopy(model)
+    train_both(shard(model), reference, loss=loss)
+
+
+@case
+def the_sum_is_divided_by_another_factor() -> None:
+    model = mlps(count=2)
+    reference = copy.deepcopy(model)
+    shard(model)
+    model[0].set_gradient_divide_factor(2.0 * dist.get_world_size())
+    plain_loss(model, 0).backward()
+    plain_loss(reference, 0).backward()
+    reduce_gradients(reference)
+    for parameter in reference[0].parameters():
+        parameter.grad *= 0.5
+    same(reference, model)
+
+
+@case
+def an_exception_leaves_no_trace() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP(5)
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                raise ValueError("on purpose")
+            out: torch.Tensor = self.inner(x)
+            return out
+
+    torch.manual_seed(5)
+    model: nn.Module = nn.Sequential(MLP(5), Fails()).double()
+    reference = copy.deepcopy(model)
+    shard(model)
+    model[1].fails = True
+    with pytest.raises(ValueError, match="on purpose"):
+        model(batch(model, 0))
+    model[1].fails = False
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.reset_iter_state()
+    train_both(model, reference)
+
+
+@pytest.mark.parametrize("name", case.all)
+def test_on_two_ranks(name: str) -> None:
+    case.check(name)
