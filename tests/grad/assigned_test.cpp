@@ -188,8 +188,7 @@ TEST(SmallGradients, AreTheSameBitsAsLargeOnesWhateverTheirStrides) {
                     {.strategy = strategy});
       const at::Tensor factors = (at::arange(900 * 8, at::kFloat) * (0.37 + world.rank())).sin().view({900, 8});
       const at::Tensor few = factors.narrow(0, 0, 6);
-      (small * few).sum().backward();
-      ((turned * few).sum() + (large * factors).sum()).backward();
+      ((small * few).sum() + (turned * few).sum() + (large * factors).sum()).backward();
       engine.step();
       const at::Tensor wanted = engine.full_parameter(large).narrow(0, 0, 6);
       EXPECT_TRUE(engine.full_parameter(small).equal(wanted)) << strategy;
