@@ -8,6 +8,7 @@ the optimizer is known to be elementwise, otherwise those parameters that are th
 from __future__ import annotations
 
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Container
 from types import FrameType
@@ -18,6 +19,7 @@ import torch
 from . import _C
 from ._C import Error
 from .optim_early import Early
+from .optim_flat import Flat
 from .optim_trial import looks_at_others
 
 O = TypeVar("O", bound=type[torch.optim.Optimizer])
@@ -72,6 +74,12 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Of torch, and known to be elementwise, whose state is by parameter: stepped over any cut of them, it does the same."""
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return is_elementwise(optimizer) and type(optimizer).__module__.startswith("torch.optim.") and not differentiable
+
+
 def check(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str, one_by_one: bool = False
 ) -> None:
@@ -106,18 +114,26 @@ def settings(optimizer: torch.optim.Optimizer, left: int = 0) -> list[tuple[str,
 
     And how many steps it ``left`` by an exception: where one rank did and another did not, their parameters differ.
     """
-    layout = [
-        (sorted(key for key in group if key != "params"), [tuple(parameter.shape) for parameter in group["params"]])
-        for group in optimizer.param_groups
-    ]
-    digest = zlib.crc32(repr((type(optimizer).__name__, layout)).encode())
     values = [
         ("the number of steps that the optimizer left by an exception", float(left)),
-        ("the optimizer's class, groups and parameters (as a digest)", float(digest)),
+        ("the optimizer's class, groups and parameters (as a digest)", float(_layout_digest(optimizer))),
     ]
     for g, group in enumerate(optimizer.param_groups):
         values += numbers_of(group, f"the optimizer's group {g}")
     return values
+
+
+_digests: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def _layout_digest(optimizer: torch.optim.Optimizer) -> int:
+    """Of the optimizer's class, and its groups' keys and parameters; made again where those are others than at the last call."""
+    key = [(sorted(name for name in group if name != "params"), list(map(id, group["params"]))) for group in optimizer.param_groups]
+    known = _digests.get(optimizer)
+    if known is None or known[0] != key:
+        layout = [(names, [tuple(p.shape) for p in group["params"]]) for (names, _), group in zip(key, optimizer.param_groups, strict=True)]
+        known = _digests[optimizer] = key, zlib.crc32(repr((type(optimizer).__name__, layout)).encode())
+    return known[1]
 
 
 def numbers_of(group: dict[str, Any], where: str) -> list[tuple[str, float]]:
@@ -241,6 +257,7 @@ class Pieces:
         self.groups: list[list[torch.Tensor]] | None = None
         self.stepping, self.left = False, 0
         self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step
+        self.flat = Flat(native, optimizer, lambda parameter: self.leaf_of[id(parameter)]) if not whole and _is_torchs(optimizer) else None
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._ended),
@@ -269,11 +286,12 @@ class Pieces:
         if self.info.skipped:
             self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
             return result
-        for piece in self.native.pieces():
-            key = id(piece.parameter)
-            leaf = self.leaf_of.get(key)
-            if leaf is None:
-                leaf = self._new_leaf(piece)
+        groups = self.flat.begin(self._make_leaves) if self.flat is not None else None
+        if groups is not None:
+            self.groups = _swap(self.optimizer, groups)
+            return result
+        self.flat = None
+        for piece, leaf in self._make_leaves():
             mine = piece.gradient is not None and not self._is_others(piece)
             leaf.grad = self._shaped(piece, piece.gradient) if mine and piece.gradient is not None else None
         self._swap_in()
@@ -305,6 +323,18 @@ class Pieces:
         if not self.whole or self._is_others(piece):
             return flat
         return flat.as_strided(piece.parameter.shape, piece.parameter.stride())
+
+    def _make_leaves(self) -> list[tuple[_C.Piece, torch.Tensor]]:
+        """What this rank may step now; a leaf is made with the first gradient of its parameter, and follows where that lies."""
+        leaves = []
+        for piece in self.native.pieces():
+            leaf = self.leaf_of.get(id(piece.parameter))
+            if leaf is None:
+                leaf = self._new_leaf(piece)
+            elif leaf.data_ptr() != piece.weight.data_ptr():
+                leaf.data = self._shaped(piece, piece.weight.detach())
+            leaves.append((piece, leaf))
+        return leaves
 
     def _new_leaf(self, piece: _C.Piece) -> torch.Tensor:
         key = id(piece.parameter)
@@ -353,7 +383,9 @@ class Pieces:
         if not self.stepping:
             return
         self.stepping = False
-        for leaf in self.leaf_of.values():
+        if self.flat is not None:
+            self.flat.end()
+        for leaf in () if self.flat is not None else self.leaf_of.values():
             leaf.grad = None
         self.native.end_step()
 

@@ -8,6 +8,7 @@
 #include "bind.h"
 #include "engine/impl.h"
 #include "engine/outputs.h"
+#include "flat.h"
 #include "grad/piece.h"
 #include "unit/inside.h"
 #include "unit/units.h"
@@ -394,6 +395,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("closed", [](Self& self) { return self.ended(); })
       .def("close", [](Self& self) { self.end(); });
   bind_save(module, engine);
+  bind_flat(engine);
   module.def("no_sync", [](const py::object& engine) { return std::make_unique<NoSyncObject>(engine); }, "engine"_a);
   module.def("one_pass", [](const py::object& engine) { return std::make_unique<PassObject>(engine); }, "engine"_a);
   module.def(

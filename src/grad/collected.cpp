@@ -14,7 +14,10 @@ at::Tensor Collected::accept(const OpenPass& pass, Sink& sink, const at::Tensor&
   if (!gradient.defined()) return {};
   ledger_.delivered(sink.index);
   open_incoming(bucket);
-  sink.collect(gradient, place_of(bucket, sink), sink.unscaled ? 1.0 : scale());
+  const double factor = sink.unscaled ? 1.0 : scale();
+  if (!sink.collect_small(gradient, bucket.incoming.sum, factor)) {
+    sink.collect(gradient, place_of(bucket, sink), factor);
+  }
   bucket.lanes.end_part(bucket.device(), sink.index);
   ledger_.settled(sink.index);
   return {};
@@ -62,14 +65,16 @@ void Collected::complete_incoming(Bucket& bucket) {
   open_incoming(bucket);
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
-    const at::Tensor place = place_of(bucket, sink);
     settled_all(sink);
-    try {
-      sink.hand_over(place, sink.unscaled ? 1.0 : scale());
-      if (sink.unscaled && scale() != 1.0) place.mul_(scale());
-      sink.unscaled = false;
-    } catch (...) {
-      note_failure();
+    if (sink.unscaled || (sink.grad().defined() && !sink.grad_in_bucket())) {
+      const at::Tensor place = place_of(bucket, sink);
+      try {
+        sink.hand_over(place, sink.unscaled ? 1.0 : scale());
+        if (sink.unscaled && scale() != 1.0) place.mul_(scale());
+        sink.unscaled = false;
+      } catch (...) {
+        note_failure();
+      }
     }
     int64_t end = sink.slot.offset;
     if (sink.collected > 0) end += sink.parameter.numel();

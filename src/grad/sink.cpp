@@ -45,6 +45,31 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
   }
 }
 
+// A call of ATen costs as much as some thousand elements, and a gradient of a small parameter would need three of them.
+constexpr int64_t kSmall = 1 << 12;
+
+// Copies `from`, times `scale`, to `offset` of `to`, where it lies as `like` does; false: these are not plain f32 tensors of the
+// CPU, or many elements, and nothing happened. The same bits as copy_scaled().
+bool copy_small(const at::Tensor& to, int64_t offset, const at::Tensor& like, const at::Tensor& from, double scale) {
+  const int64_t count = from.numel();
+  if (count > kSmall || from.scalar_type() != at::kFloat || to.scalar_type() != at::kFloat || !to.is_cpu())
+    return false;
+  if (from.key_set() != to.key_set()) return false;  // somebody's own kind of tensor
+  if (from.sizes() != like.sizes() || from.strides() != like.strides() || !like.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  const auto* source = from.const_data_ptr<float>();
+  float* target = to.mutable_data_ptr<float>() + offset;
+  if (scale == 1.0) {
+    std::copy_n(source, count, target);
+  } else {
+    const auto factor = static_cast<float>(scale);
+    for (int64_t i = 0; i < count; ++i) target[i] = source[i] * factor;
+  }
+  to.unsafeGetTensorImpl()->bump_version();
+  return true;
+}
+
 }  // namespace
 
 bool Sink::grad_is_piece() const { return grad().dim() == parameter.dim() + 1 || piece_of(grad()) != nullptr; }
@@ -73,9 +98,11 @@ void Sink::settle(double scale) {
     if (scale != 1.0) view.mul_(scale);
     return;
   }
-  check_fits(*this, mine);
-  copy_scaled(view, dense_values(mine), scale);
-  keep_for_current(mine);
+  if (rule.bucket != at::kFloat || !copy_small(view, 0, view, mine, scale)) {
+    check_fits(*this, mine);
+    copy_scaled(view, dense_values(mine), scale);
+    keep_for_current(mine);
+  }
   // A gradient with a graph of its own (create_graph), or of a dtype that must stay as it came, keeps its tensor.
   if (mine.requires_grad() || (!rule.cast && mine.scalar_type() != view.scalar_type()) || view_is_wider()) {
     mirror();
@@ -134,6 +161,14 @@ void Sink::collect(const at::Tensor& gradient, const at::Tensor& place, double s
   }
   keep_for_current(gradient);
   contributed = true;
+}
+
+bool Sink::collect_small(const at::Tensor& gradient, const at::Tensor& incoming, double scale) {
+  if (collected > 0 || rule.bucket != at::kFloat) return false;
+  if (!copy_small(incoming, slot.offset, parameter, gradient, scale)) return false;
+  ++collected;
+  contributed = true;
+  return true;
 }
 
 void Sink::hand_over(const at::Tensor& place, double scale) {

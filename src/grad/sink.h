@@ -85,6 +85,8 @@ struct Sink {
 
   // Adds a contribution, times `scale`, to `place`, this parameter's part of `incoming`; the first one overwrites.
   void collect(const at::Tensor& gradient, const at::Tensor& place, double scale);
+  // The same for the first one, of few elements, into all of `incoming`; false: it is none of that kind, and nothing happened.
+  bool collect_small(const at::Tensor& gradient, const at::Tensor& incoming, double scale);
   // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
   void hand_over(const at::Tensor& place, double scale);
   // Makes a piece a whole tensor again, such that the mean over the ranks gives the piece back: `copies` is how many

@@ -187,6 +187,45 @@ TEST_P(AssignedIn, AFrozenParameterTravelsNoMoreAndIsTrainedAgainWhenItIsThawed)
 INSTANTIATE_TEST_SUITE_P(Strategies, AssignedIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
+// Few elements are copied without ATen, and by the same rules.
+TEST(SmallGradients, ObeyTheLeafsRuleBesideANeighbourThatAsksForMore) {
+  const auto texts = errors(2, [](World world) {
+    const at::Tensor a = leaf({8}, at::kBFloat16), b = leaf({8}, at::kBFloat16);
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1});
+    const auto step = [&] {
+      (a.sum() + b.sum()).backward();
+      engine.step();
+      engine.zero_grad();
+    };
+    step();
+    b.set_grad_dtype(at::kFloat);  // the bucket is f32 from here on
+    step();
+    b.sum().backward();
+    a.mutable_grad() = at::ones({8});
+    engine.step();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("'a'"), HasSubstr("would be rounded"))));
+}
+
+TEST(SmallGradients, AreTheSameBitsAsLargeOnesWhateverTheirStrides) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(3, [&](World world) {
+      // The same numbers in a small parameter and as the beginning of a large one; one lies the other way round.
+      const at::Tensor small = leaf({6, 8}), turned = leaf({8, 6}).detach().t().requires_grad_(),
+                       large = leaf({900, 8});
+      Engine engine(world, NamedTensors{{"small", small}, {"turned", turned}, {"large", large}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy});
+      const at::Tensor factors = (at::arange(900 * 8, at::kFloat) * (0.37 + world.rank())).sin().view({900, 8});
+      const at::Tensor few = factors.narrow(0, 0, 6);
+      ((small * few).sum() + (turned * few).sum() + (large * factors).sum()).backward();
+      engine.step();
+      const at::Tensor wanted = engine.full_parameter(large).narrow(0, 0, 6);
+      EXPECT_TRUE(engine.full_parameter(small).equal(wanted)) << strategy;
+      EXPECT_TRUE(engine.full_parameter(turned).equal(wanted)) << strategy;
+    });
+  }
+}
+
 TEST(Assigned, AParameterGivenOtherMemoryOnOneRankIsAnErrorThatNamesIt) {
   const auto texts = errors(2, [](World world) {
     at::Tensor a = leaf({8});
