@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import optim
 from .engine import Engine
+from .optim_settings import numbers_of
 
 NAME = "the number of optimizer steps over the wrapped model's parameters (one that throws does not count)"
 
@@ -57,7 +57,7 @@ class Steps:
             group = optimizer.param_groups[g]
             where = f"group {g} of {type(optimizer).__name__}, which stepped the wrapped model,"
             numbers.append((f"the number of parameters in {where}", float(len(group["params"]))))
-            numbers += optim.numbers_of(group, where)
+            numbers += numbers_of(group, where)
         return numbers
 
     def _moves(self, group: dict[str, Any]) -> bool:

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-from . import _C, compiled, optim, replaced
+from . import _C, compiled, replaced
+from .optim_settings import settings
 from .sharded import Sharded, ShardedParameter, something_to_train
 from .world import of_mesh, remember
 
@@ -442,7 +443,7 @@ class Engine:
             one.write_back()
             one.merge()
             one.assign_again()
-        self.native.compare_settings(optim.settings(optimizer))
+        self.native.compare_settings(settings(optimizer))
         self.native.begin_step()
         self.stepping = True
         if self.whole:
