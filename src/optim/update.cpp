@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "grad/strides.h"
 #include "layout/at_a_time.h"
 
 namespace plumb {
@@ -120,6 +121,10 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
           c10::str("parameter '", sink.name, "' became ", parameter.scalar_type(), " ", parameter.sizes(), "; it was ",
                    state.home.scalar_type(), " ", state.home.sizes(),
                    " when its engine was built; build a new engine after changing a model"));
+    // Its gradient lies in the order of the bucket, or, where it was collected meanwhile, in that of the new memory.
+    const bool collected = bucket.kept.size() < bucket.numel;
+    const at::Tensor& like = collected || !sink.view.defined() ? parameter : sink.view;
+    check(rank_, !sink.grad().defined() || same_order(like, state.home), other_order(sink.name, parameter, state.home));
     state.home.copy_(parameter);
     keep_for_current(parameter);
     parameter.set_data(state.home);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/strides.h"
 #include "plumb/error.h"
 #include "unit/deferred.h"
 #include "unit/storage.h"
@@ -56,6 +57,7 @@ Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.worl
     at::Tensor parameter = bucket.sinks[i]->parameter;
     places[i].unsafeGetTensorImpl()->set_sizes_contiguous({parameter.numel()});
     parameter.set_data(view_in(places[i], 0, parameter));
+    places[i].unsafeGetTensorImpl()->set_sizes_and_strides(parameter.sizes(), parameter.strides());
   }
   bucket.parameter.copy_(whole.narrow(0, bucket.held.begin, bucket.held.size()));
   if (rows.defined()) {
@@ -152,6 +154,8 @@ void Home::bring_home() {
                                  at::IntArrayRef(shapes[i]), " on ", whole.device(),
                                  " when its engine was built; build a new engine after changing a model"));
     }
+    if (sink->grad().defined() && !same_order(parameter, places[i]))
+      throw Error(rank, other_order(sink->name, parameter, places[i]));
     if (!full) {
       make_room();
       lend();
@@ -159,12 +163,12 @@ void Home::bring_home() {
     }
     const Range mine = overlap(sink->slot, parameter.numel(), bucket.held);
     const at::Tensor flat = at::empty({parameter.numel()}, whole.options());
-    view_in(flat, 0, parameter).copy_(parameter);
+    view_in(flat, 0, places[i]).copy_(parameter);
     whole.narrow(0, sink->slot.offset, parameter.numel()).copy_(flat);
     bucket.parameter.narrow(0, std::clamp<int64_t>(mine.begin - bucket.held.begin, 0, bucket.held.size()), mine.size())
         .copy_(flat.narrow(0, mine.begin - sink->slot.offset, mine.size()));
     keep_for_current(parameter);
-    parameter.set_data(view_in(places[i], 0, parameter));
+    parameter.set_data(view_in(places[i], 0, places[i]));
     parameter.unsafeGetTensorImpl()->bump_version();
   }
   if (filled) release();
