@@ -79,7 +79,9 @@ def test_another_order_of_elements_is_right_or_refused(strategy: str) -> None:
 
     for outcome in plumb.spawn(everything, 2, timeout=120):
         for (way, when, own), found in outcome.items():
-            if strategy == "zero2" and when > 0:  # its gradients were collected in the new order, and its state is in the old one
-                assert isinstance(found, str) and "was given memory of strides" in found and "conv.weight" in found, (way, when, own, found)
+            # Gradients that were collected in the new order, where state is in the old one. Units come back before; the last layer is none,
+            # and its kernels of one pixel lie alike in both formats.
+            if when > 0 and (strategy == "zero2" or (strategy == "zero3" and way == "turned")):
+                assert isinstance(found, str) and "was given memory of strides" in found, (way, when, own, found)
             else:
                 assert isinstance(found, float) and found < 1e-9, (way, when, own, found)
