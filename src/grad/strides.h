@@ -17,9 +17,10 @@ inline bool same_order(const at::Tensor& one, const at::Tensor& other) {
 }
 
 inline std::string other_order(const std::string& name, const at::Tensor& now, const at::Tensor& home) {
-  return c10::str("parameter '", name, "' was given memory of strides ", now.strides(), " where it had ", home.strides(),
-                  ", and a gradient came in that order, which is none of its state's; change the memory format of a model "
-                  "before its engine is built");
+  return c10::str(
+      "parameter '", name, "' was given memory of strides ", now.strides(), " where it had ", home.strides(),
+      ", and a gradient came in that order, which is none of its state's; change the memory format of a model "
+      "before its engine is built");
 }
 
 }  // namespace plumb

@@ -150,7 +150,8 @@ TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
             engine.step();
             for (size_t i = 0; i < parameters.size(); ++i) {
               const at::Tensor expected = gradients[i].defined() ? values[i] - 0.1 * gradients[i] : values[i];
-              EXPECT_TRUE(engine.full_parameter(parameters[i]).allclose(expected, 1e-5, 1e-6))  // a sum may nearly cancel
+              EXPECT_TRUE(
+                  engine.full_parameter(parameters[i]).allclose(expected, 1e-5, 1e-6))  // a sum may nearly cancel
                   << strategy << ", rank " << world.rank() << ": " << i << " after a change of " << which;
             }
           },
