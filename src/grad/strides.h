@@ -8,8 +8,9 @@
 
 namespace plumb {
 
-// Dense tensors of one shape; dimensions of one element may have any stride.
+// Of one shape; `other` is dense, and what is not is taken for contiguous (view_in). Dimensions of one element may have any stride.
 inline bool same_order(const at::Tensor& one, const at::Tensor& other) {
+  if (!one.is_non_overlapping_and_dense()) return other.is_contiguous();
   for (int64_t d = 0; d < one.dim(); ++d) {
     if (one.size(d) > 1 && one.stride(d) != other.stride(d)) return false;
   }
