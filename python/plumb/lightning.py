@@ -48,6 +48,11 @@ class PlumbStrategy(DDPStrategy):
         """The engine that trains the module; None under ``ddp`` (its wrapper has one), and before a fit."""
         return self._engine if self._engine is not None and not self._engine.closed else None
 
+    @property
+    def _module(self) -> torch.nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     # ---- its beginning and its end
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -65,11 +70,12 @@ class PlumbStrategy(DDPStrategy):
             return
         if len(self.optimizers) != 1:
             raise Error(f"strategy '{self.strategy}' takes one optimizer, with groups; configure_optimizers() returned {len(self.optimizers)}")
-        self._engine = Engine(self.lightning_module, self.optimizers[0], strategy=self.strategy, units=self.units, **self.options)
+        self._engine = Engine(self._module, self.optimizers[0], strategy=self.strategy, units=self.units, **self.options)
 
     def setup(self, trainer: Any) -> None:
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
             return super().setup(trainer)
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)  # the module is where the fit left it, and the same on every rank
         self.setup_precision_plugin()
 
@@ -77,6 +83,7 @@ class PlumbStrategy(DDPStrategy):
         if self.engine is None:
             return super().teardown()
         # The module stays where the engine has it, which still saves, evaluates and shows it whole (``engine.gathered``).
+        assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -92,7 +99,7 @@ class PlumbStrategy(DDPStrategy):
     # ---- checkpoints
 
     def _whole(self, write: bool = False) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.engine is None else self.engine.gathered(self.lightning_module, write=write)
+        return contextlib.nullcontext() if self.engine is None else self.engine.gathered(self._module, write=write)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._whole():

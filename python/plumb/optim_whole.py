@@ -42,7 +42,8 @@ def _part(engine: Engine, parameter: torch.Tensor) -> _Part:
     if begin is None:
         return 0, {}, state
     first, end = engine._engine.updated_range(parameter)
-    pieces, values = {}, {}
+    pieces: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
     for key, value in state.items():
         is_piece = torch.is_tensor(value) and value.numel() == end - first and not is_number(key, value, parameter)
         (pieces if is_piece else values)[key] = value.cpu().reshape(-1) if is_piece else value
