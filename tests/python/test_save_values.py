@@ -70,7 +70,7 @@ def test_every_tree_comes_back() -> None:
 
 
 def test_what_cannot_be_held_is_named_by_its_place() -> None:
-    for value, place in (({"a": [1, print]}, r"it\['a'\]\[1\]"), ((object(),), r"it\[0\]"), (1j, "it")):
+    for value, place in (({"a": [1, print]}, r"it\['a'\]\[1\]"), ((object(),), r"it\[0\]"), (print, "it")):
         with pytest.raises(plumb.Error, match=f"{place} is a .*; a checkpoint holds tensors"):
             pack(value, "it")
 
