@@ -337,26 +337,6 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   rebuild(pass);
 }
 
-// Others may still gather what their backwards need, of a rank whose own failed, or had less to do. After that all are at the same
-// point again, and the next backward's reductions overlap with it as ever.
-void Reducer::serve_gathers(Where::Kind kind) {
-  if (const auto units = gathering.lock(); units && units->asks()) units->serve(here(kind, "what other ranks gather"));
-  summing_->never_wait(false);
-  traffic_.hold(false);
-}
-
-Reducer::Progress Reducer::progress() const {
-  return {2 * passes_ + (pass_ ? 1 : 0), pass_ ? static_cast<int64_t>(traffic_.launched()) : 0};
-}
-
-void Reducer::part_ways(int64_t launched) {
-  Lock lock(mutex_);
-  summing_->never_wait(true);
-  traffic_.hold(true);
-  if (!pass_ || pass_->sync != OpenPass::Sync::reduced || pass_->rules_changed) return;
-  traffic_.launch_up_to(static_cast<size_t>(launched), here(Where::Kind::backward));
-}
-
 // The mean has arrived: .grad is the same gradient on every rank, or its own piece of it.
 void Reducer::adopt(const Agreement& all) {
   for (Sink& sink : members_.sinks()) {
