@@ -21,6 +21,7 @@ from ._C import Error
 from .ddp_reducer import JoinHook, Logger, Reducer
 from .ddp_steps import Steps
 from .engine import Engine
+from .optim_settings import refuse_sparse
 from .world import check_processes, world
 
 _TORCHS = frozenset(inspect.signature(_Torchs).parameters)  # the arguments that this torch knows
@@ -233,7 +234,10 @@ class DistributedDataParallel(_Torchs):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """``hook(state, bucket)`` makes the mean of each bucket: torch's own hooks, or any that returns a Future."""
         if self._comm_hooks:
-            raise Error("a communication hook is registered already; there is one per model")
+            raise Error(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. There is one hook per model: wrap the module again"
+                " for another"
+            )
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -328,7 +332,10 @@ def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(state: object, bucket: GradBucket) -> Any:
         answer = hook(state, bucket)
         if not isinstance(answer, (torch.futures.Future, torch._C.Future)):
-            raise Error(f"the communication hook returned a {type(answer).__name__}; expected a torch.futures.Future of a tensor")
+            raise Error(
+                f"callback must return a torch.futures.Future object, but got {type(answer).__name__}: the communication hook's answer is a"
+                " Future of a tensor (torch.futures.Future().set_result(tensor))"
+            )
         return answer
 
     return run
@@ -348,6 +355,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             continue
         if stepped is None:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in stepped for parameter in wrapper._module_parameters):
+            refuse_sparse(optimizer)
         engine._replaced.check(stepped)
         if looks:
             wrapper._check_parameters(stepped)

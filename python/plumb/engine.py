@@ -195,7 +195,7 @@ class Engine:
             if owns:
                 self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state)
             else:
-                self._steps = optim.Whole(self._native, optimizer)
+                self._steps = optim.Whole(self._native, optimizer, flat=optim.is_torchs(optimizer))
 
     @staticmethod
     def _fill(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp_rows, optim
+from . import fsdp_rows, fsdp_whole, optim, optim_hooks
 from .fsdp_unit import Engine
+from .optim_settings import refuse_sparse
 from .sharded import Sharded, sharded_of
 
 
@@ -76,7 +77,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     engines = engines_of(optimizer)
     if not engines:
         return None
-    closure, args, kwargs = optim._closure_of(args, kwargs)
+    refuse_sparse(optimizer)
+    closure, args, kwargs = optim_hooks.closure_of(args, kwargs)
     result = None
     if closure is not None:
         wrapped: Callable[[], Any]
@@ -121,6 +123,7 @@ def watch_optimizers() -> None:
         _installed = True
         for kind in optim._ELEMENTWISE:  # before schedulers take their steps
             fsdp_rows.guard(kind)
+        fsdp_whole.watch()
         _clear_first(torch.optim.Optimizer)
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)

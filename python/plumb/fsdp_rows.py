@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import _C, optim
+from . import _C, optim, optim_hooks
 from .sharded import Sharded
 
 State = dict[Any, dict[str, Any]]
@@ -43,14 +43,14 @@ class Rows:
             leaf.grad = gradient if gradient is None or gradient.dtype == one.dtype else gradient.to(one.dtype)
         if optimizer.state is not self._shown or _fingerprint(self._shown) != self._known[0]:
             self._flatten(optimizer)
-        self._groups = optim._swap(optimizer, groups)
+        self._groups = optim_hooks.swap(optimizer, groups)
         optimizer.state = self._flat  # type: ignore[assignment]
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """After the step, whether it came to its end or not."""
         if self._groups is None:
             return
-        optim._swap(optimizer, self._groups)
+        optim_hooks.swap(optimizer, self._groups)
         self._groups = None
         for _, leaf in self._stepped:
             leaf.grad = None

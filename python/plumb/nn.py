@@ -14,13 +14,19 @@ from typing import Any, Literal, Union
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, compiled
 from ._C import Error
 
 Weights = Literal["grouped", "separate"]
 Tokens = Union[torch.Tensor, Sequence[int]]
 
 __all__ = ["GroupedLinear", "GroupedMLP", "Linear", "MoE", "Router"]
+
+
+_outside = compiled.outside(
+    "plumb.nn writes weight gradients itself, past autograd, and so outside of compiled graphs: compile without fullgraph=True, or with"
+    " torch.nn's modules instead"
+)
 
 
 class _Fused(nn.Module):
@@ -102,6 +108,7 @@ class Linear(_Fused):
         else:
             self.register_parameter("bias", None)
 
+    @_outside
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Error(f"the input has shape {list(x.shape)}; expected [..., {self.in_features}]")
@@ -162,6 +169,7 @@ class GroupedLinear(_Experts):
         if bias:
             self._add_experts("bias", (out_features,), in_features, device, dtype)
 
+    @_outside
     def forward(self, x: torch.Tensor, m_splits: Tokens, *, ends: bool = False) -> torch.Tensor:
         """``m_splits``: rows of each expert, first expert first; with ``ends``, their running sums."""
         weights = self._follow(self._names("weight"))
@@ -199,6 +207,7 @@ class GroupedMLP(_Experts):
             self._add_experts("up_bias", (inner,), width, device, dtype)
             self._add_experts("down_bias", (width,), hidden, device, dtype)
 
+    @_outside
     def forward(
         self, x: torch.Tensor, tokens: Tokens, probabilities: torch.Tensor | None = None, *, ends: bool = False
     ) -> torch.Tensor:
@@ -227,6 +236,7 @@ class Router(nn.Module):
         if not self.weight.is_meta:
             nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 
+    @_outside
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For x [tokens, width]: weights [tokens, top_k], the pairs sorted by expert, and how many each expert has."""
         return _C.route(x, self.weight, self.top_k)
@@ -262,6 +272,7 @@ class MoE(nn.Module):
             device=device, dtype=dtype,
         )  # fmt: skip
 
+    @_outside
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = _as(x, self.router.weight)
         tokens = x.reshape(-1, x.shape[-1])

@@ -7,9 +7,7 @@ the optimizer is known to be elementwise, otherwise those parameters that are th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +16,9 @@ from . import _C
 from ._C import Error
 from .optim_early import Early
 from .optim_flat import Flat
-from .optim_settings import settings
+from .optim_hooks import closure_of, inside_a_step, swap
+from .optim_replicated import Whole as Whole
+from .optim_settings import refuse_sparse, settings
 from .optim_trial import looks_at_others
 
 O = TypeVar("O", bound=type[torch.optim.Optimizer])
@@ -73,7 +73,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Of torch, and known to be elementwise, whose state is by parameter: stepped over any cut of them, it does the same."""
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     return is_elementwise(optimizer) and type(optimizer).__module__.startswith("torch.optim.") and not differentiable
@@ -86,6 +86,7 @@ def check(
     name = type(optimizer).__name__
     if getattr(optimizer, _CLOSED, False):
         _refuse()
+    refuse_sparse(optimizer)
     if sharded and any(kind.__name__.startswith(_ALL_TOGETHER) for kind in type(optimizer).__mro__):
         raise Error(
             f"{name} looks at all parameters together, and strategy '{strategy}' gives each rank some of them to step: use"
@@ -108,94 +109,6 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, known: Container[int], advi
                 raise Error(f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's; {advice}")
 
 
-def _inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
-    """For a hook of a step: whether another step of the same optimizer is around it, as where a derived class calls super()'s."""
-    around: FrameType | None = sys._getframe(2)  # torch's function that calls the hooks
-    assert around is not None
-    code, around = around.f_code, around.f_back
-    while around is not None:
-        if around.f_code is code and (around.f_locals.get("args") or (None,))[0] is optimizer:
-            return True
-        around = around.f_back
-    return False
-
-
-class Whole:
-    """Where every rank holds all of the optimizer's state: it steps over the parameters, once their gradients are settled."""
-
-    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer) -> None:
-        self.native, self.optimizer = native, optimizer
-        self.info: _C.StepInfo | None = None
-        self.stepping, self.left = False, 0
-        self.handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._ended),
-        ]
-        self.groups: list[list[torch.Tensor]] | None = None
-
-    def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if _inside_a_step(self.optimizer):
-            return None
-        self.abandon()
-        closure, args, kwargs = _closure_of(args, kwargs)
-        if closure is None:
-            self._settle()
-            return None
-
-        def settled() -> Any:  # may be called several times; each time gradients are what one process would have
-            loss = closure()
-            self._settle()
-            return loss
-
-        return (args[0], settled, *args[1:]), kwargs
-
-    def _ended(self, *_: object) -> None:
-        if not _inside_a_step(self.optimizer):
-            self._after()
-
-    def abandon(self) -> None:
-        """If the optimizer threw in the middle of a step: its groups are the user's again."""
-        self.left += self.stepping
-        self._after()
-
-    # ---- checkpoints
-
-    has_owners = False
-
-    def state_of(self, parameter: torch.Tensor) -> tuple[dict[str, Any], int | None]:
-        """The optimizer's state of a parameter; None: of all of it."""
-        return dict(self.optimizer.state.get(parameter, {})), None
-
-    def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
-        """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
-        return rank == 0
-
-    def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int | None) -> None:
-        self.optimizer.state.pop(parameter, None)
-        if state:
-            self.optimizer.state[parameter] = state
-
-    def _settle(self) -> None:
-        self.native.compare_settings(settings(self.optimizer, self.left))
-        self.info = self.native.step()
-        self.stepping = True
-        self.native.enter(updating=True)
-        if self.info.skipped and self.groups is None:
-            self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
-
-    def _after(self) -> None:
-        if self.stepping:
-            self.native.enter(updating=False)
-        self.stepping = False
-        if self.groups is not None:
-            _swap(self.optimizer, self.groups)
-            self.groups = None
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 class Pieces:
     """Where each rank holds a part of the optimizer's state, or masters: it steps over what this rank owns, as leaves.
 
@@ -214,8 +127,9 @@ class Pieces:
         self.begin_of: dict[int, int] = {}
         self.groups: list[list[torch.Tensor]] | None = None
         self.stepping, self.left = False, 0
+        self.shown: Any = None  # the optimizer's state, while it steps flat memory
         self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step
-        self.flat = Flat(native, optimizer, lambda parameter: self.leaf_of[id(parameter)]) if not whole and _is_torchs(optimizer) else None
+        self.flat = Flat(native, optimizer, lambda parameter: self.leaf_of[id(parameter)]) if not whole and is_torchs(optimizer) else None
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._ended),
@@ -228,10 +142,10 @@ class Pieces:
     # ---- a step
 
     def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if _inside_a_step(self.optimizer):
+        if inside_a_step(self.optimizer):
             return None
         self.abandon()
-        closure, args, kwargs = _closure_of(args, kwargs)
+        closure, args, kwargs = closure_of(args, kwargs)
         result, early = None, None
         if closure is not None:
             with torch.enable_grad():
@@ -242,11 +156,13 @@ class Pieces:
         self.info = self.native.begin_step()
         self.stepping = not self.info.skipped
         if self.info.skipped:
-            self.groups = _swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
+            self.groups = swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
             return result
         groups = self.flat.begin(self._make_leaves) if self.flat is not None else None
         if groups is not None:
-            self.groups = _swap(self.optimizer, groups)
+            assert self.flat is not None
+            self.groups = swap(self.optimizer, groups)
+            self.shown, self.optimizer.state = self.optimizer.state, self.flat.state
             return result
         self.flat = None
         for piece, leaf in self._make_leaves():
@@ -325,7 +241,7 @@ class Pieces:
         return {key: one(key, value) for key, value in state.items()}
 
     def _ended(self, *_: object) -> None:
-        if not _inside_a_step(self.optimizer):
+        if not inside_a_step(self.optimizer):
             self._after()
 
     def abandon(self) -> None:
@@ -342,6 +258,7 @@ class Pieces:
             return
         self.stepping = False
         if self.flat is not None:
+            self.optimizer.state, self.shown = self.shown, None
             self.flat.end()
         for leaf in () if self.flat is not None else self.leaf_of.values():
             leaf.grad = None
@@ -351,11 +268,11 @@ class Pieces:
 
     def _swap_in(self, *_: object) -> None:
         leaves = [[self.leaf_of.get(id(p), p) for p in group["params"]] for group in self.optimizer.param_groups]
-        self.groups = _swap(self.optimizer, leaves)
+        self.groups = swap(self.optimizer, leaves)
 
     def _swap_out(self, *_: object) -> None:
         if self.groups is not None:
-            _swap(self.optimizer, self.groups)
+            swap(self.optimizer, self.groups)
             self.groups = None
 
     # ---- its state
@@ -464,21 +381,3 @@ def _refuse(*_: object) -> None:
         "this optimizer's state is in pieces that its engine held, and the engine was closed: save optimizer.state_dict() before"
         " close(), and build a new optimizer after it"
     )
-
-
-def _swap(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    before = [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = parameters
-    return before
-
-
-def _closure_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """The closure of optimizer.step(…), and the arguments (the optimizer first) without it."""
-    if kwargs.get("closure") is not None:
-        return kwargs["closure"], args, {key: value for key, value in kwargs.items() if key != "closure"}
-    if len(args) > 1 and callable(args[1]):
-        return args[1], (args[0], *args[2:]), kwargs
-    return None, args, kwargs

@@ -11,11 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-
-from . import _C
 
 _PLAIN = (bool, int, float, type(None))
 
@@ -32,23 +30,42 @@ class _Run:
         self.whole = whole  # it is all of its stretch
         self.values: dict[str, Any] = {}  # of the flat state, when it was last shown
         self.counts: dict[str, torch.Tensor] = {}  # numbers, one for each member
+        self.version = 0  # of the leaf, before the step
 
     def gradient(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         of_all = gradients[self.stretch]
         return of_all if self.whole else of_all.narrow(0, self.begin, self.leaf.numel())
 
 
-class Flat:
-    """Steps ``optimizer`` over stretches of flat memory. ``key_of``: what the optimizer's state of a parameter is kept by."""
+class Lender(Protocol):
+    """Who has the flat memory."""
 
-    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer, key_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._native, self._optimizer, self._key_of = native, optimizer, key_of
+    def flat_gradients(self) -> tuple[int, list[torch.Tensor]]:
+        """A number, another one whenever the stretches are others than at the last call; and the gradient of each."""
+
+    def stretches(self) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, int, int, int]]]]:
+        """Those of that call: the memory, and its members: a parameter, where its piece begins in it and in the memory, and its length."""
+
+
+class Flat:
+    """Steps ``optimizer`` over stretches of flat memory.
+
+    ``key_of``: what the optimizer's state of a parameter is kept by. ``rest``: these are the parameters themselves, and those that
+    are in no stretch are stepped as they are.
+    """
+
+    def __init__(
+        self, lender: Lender, optimizer: torch.optim.Optimizer, key_of: Callable[[torch.Tensor], torch.Tensor], rest: bool = False
+    ) -> None:
+        self._lender, self._optimizer, self._key_of, self._with_rest = lender, optimizer, key_of, rest
         self._number = -1  # of the stretches that the runs are made from
         self._runs: list[_Run] = []
-        self._state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._shown: Any = None  # the user's, during a step
+        self._rest: list[list[torch.Tensor]] = []  # by group
+        self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # by what is stepped
+        self._begun = False
         self._layout: list[list[int]] = []  # of his groups: the parameters
-        self._dicts: list[dict[str, Any]] = []  # of the state as it was shown last
+        self._keys: list[Any] = []  # of the state as it was shown last
+        self._dicts: list[dict[str, Any]] = []  # and what it has for them
         self._inner: list[Any] = []  # and their values
         self._versions: list[int] = []  # of the numbers
         self._formed = False  # anew, for this step
@@ -56,35 +73,50 @@ class Flat:
 
     def begin(self, prepare: Callable[[], object]) -> list[list[torch.Tensor]] | None:
         """What each group steps now, with gradients and state; None: it does not pay any more, and what is shown is all there is.
+        Empty: this time there is nothing but the rest.
 
         ``prepare`` makes keys where there are others than at the last step.
         """
-        number, gradients = self._native.flat_gradients()
+        number, gradients = self._lender.flat_gradients()
+        if self._with_rest and not gradients:
+            return []
         self._doubt = max(0, self._doubt - 1)
         if number != self._number or self._changed():
             self._doubt += _DEAR
             if self._doubt > _TRUST:
                 return None
             prepare()
-            self._form(self._native.stretches())
+            self._form(self._lender.stretches())
             self._number = number
-        groups: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
+        groups: list[list[torch.Tensor]] = [list(rest) for rest in self._rest]
         for run in self._runs:
-            run.leaf.grad = run.gradient(gradients)
+            run.leaf.grad, run.version = run.gradient(gradients), run.leaf._version
             groups[run.group].append(run.leaf)
-        self._shown, self._optimizer.state = self._optimizer.state, self._state
+        for parameter in chain.from_iterable(self._rest):
+            if parameter in self._optimizer.state:
+                self.state[parameter] = self._optimizer.state[parameter]
+        self._begun = True
         return groups
 
     def end(self) -> None:
-        """The step is over, or was left: the state is the user's again, with what the step made of it."""
-        if self._shown is None:
+        """The step is over, or was left: the user's state is what the step made of it."""
+        if not self._begun:
             return
-        self._optimizer.state, self._shown = self._shown, None
+        self._begun = False
         news, self._formed = self._formed, False
         for run in self._runs:
             run.leaf.grad = None
+            if self._with_rest and run.leaf._version != run.version:  # graphs that saved one learn of it, as from the optimizer itself
+                torch.autograd.graph.increment_version(run.keys)
             news = self._show(run) or news
+        for parameter in chain.from_iterable(self._rest):
+            if parameter in self.state:
+                self._optimizer.state[parameter] = self.state.pop(parameter)
+                news = True
         if news:
+            if self._with_rest:
+                self._sort()
+            self._keys = list(self._optimizer.state)
             self._dicts = list(self._optimizer.state.values())
             self._inner = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._versions = [count._version for run in self._runs for count in run.counts.values()]
@@ -107,7 +139,7 @@ class Flat:
         self._layout = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         group_of = {parameter: g for g, group in enumerate(self._layout) for parameter in group}
         self._runs = []
-        self._state = defaultdict(dict)
+        self.state = defaultdict(dict)
         for index, (weight, members) in enumerate(stretches):
             known = [(group_of.get(id(one)), self._key_of(one), offset) for one, _, offset, numel in members if numel > 0]
             nobodys = [(group_of.get(id(one)), self._key_of(one), 0) for one, _, _, numel in members if numel == 0]
@@ -127,6 +159,8 @@ class Flat:
                         break
                 else:
                     self._add(weight, index, [one], 0)
+        stepped = {id(key) for run in self._runs for key in run.keys}
+        self._rest = [[p for p in group["params"] if self._with_rest and id(p) not in stepped] for group in self._optimizer.param_groups]
         self._formed = True
 
     def _alike(self, one: tuple[int | None, torch.Tensor, int], other: tuple[int | None, torch.Tensor, int]) -> bool:
@@ -159,14 +193,22 @@ class Flat:
         state = self._optimizer.state.get(first) or {}
         for name, value in state.items():
             if not torch.is_tensor(value) or value.dim() == 0:
-                self._state[leaf][name] = value.clone() if torch.is_tensor(value) else value
+                self.state[leaf][name] = value.clone() if torch.is_tensor(value) else value
                 continue
             flat = torch.zeros(size, dtype=value.dtype, device=value.device)
             for key, offset in zip(keys, offsets, strict=True):
-                self._view(flat, offset, key).copy_(self._optimizer.state[key][name])
-            self._state[leaf][name] = flat
+                shown = self._optimizer.state[key]
+                shown[name] = self._view(flat, offset, key).copy_(shown[name])  # at once, or all of it would be there twice
+            self.state[leaf][name] = flat
 
     # ---- and back
+
+    def _sort(self) -> None:
+        """What came new is in the order of the groups, behind what was known, as the optimizer would have made it."""
+        state, known = self._optimizer.state, set(map(id, self._keys))
+        new = [p for group in self._optimizer.param_groups for p in group["params"] if p in state and id(p) not in known]
+        if len(new) > 1:
+            state.update({parameter: state.pop(parameter) for parameter in new})
 
     @staticmethod
     def _view(flat: torch.Tensor, offset: int, key: torch.Tensor) -> torch.Tensor:
@@ -174,7 +216,7 @@ class Flat:
 
     def _show(self, run: _Run) -> bool:
         """Brings the members' state in line with the run's. Whether they have other values than before, and not only other numbers in them."""
-        state = self._state.get(run.leaf) or {}
+        state = self.state.get(run.leaf) or {}
         if state.keys() == run.values.keys() and all(value is run.values[name] or isinstance(value, _PLAIN) for name, value in state.items()):
             for name, count in run.counts.items():
                 count.fill_(state[name])

@@ -8,6 +8,17 @@ from typing import Any
 
 import torch
 
+from ._C import Error
+
+
+def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """An Error if it steps sparse gradients alone, which it will not find."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise Error(
+            f"{type(optimizer).__name__} steps sparse gradients alone, and the ranks' gradients are summed as dense ones, also those of"
+            " nn.Embedding(sparse=True): use torch.optim.Adam or Adagrad"
+        )
+
 
 def settings(optimizer: torch.optim.Optimizer, left: int = 0) -> list[tuple[str, float]]:
     """What step() compares over the ranks: the optimizer's kind and layout as a digest, and every number of its groups.

@@ -395,7 +395,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("closed", [](Self& self) { return self.ended(); })
       .def("close", [](Self& self) { self.end(); });
   bind_save(module, engine);
-  bind_flat(engine);
+  bind_flat(module, engine);
   module.def("no_sync", [](const py::object& engine) { return std::make_unique<NoSyncObject>(engine); }, "engine"_a);
   module.def("one_pass", [](const py::object& engine) { return std::make_unique<PassObject>(engine); }, "engine"_a);
   module.def(

@@ -69,6 +69,7 @@ std::map<std::string, int64_t> updates_of(Engine::Impl& impl) {
 }
 
 std::vector<SavedSlot> slots_of(Engine::Impl& impl, const std::map<std::string, int64_t>& updates) {
+  impl.updater->bring_home(impl.reducer->buckets());
   std::vector<SavedSlot> slots;
   std::map<std::string, const Sink*> sinks;
   for (const Sink& sink : impl.reducer->sinks()) sinks[sink.name] = &sink;

@@ -88,7 +88,7 @@ void Buckets::place(std::deque<Sink>& sinks, const Layout& layout, const std::ve
           const auto like = at::TensorOptions().dtype(bucket.dtype).device(sink.parameter.device());
           bucket.gradient = team_.data().allocate(shape.numel, like).zero_();
         }
-        sink.bind(slot, view_in(bucket.gradient, slot.offset, sink.parameter));
+        sink.bind(slot, view_in(bucket.gradient, slot.offset, sink));
       }
       bucket.sinks.push_back(&sink);
     }

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 namespace plumb {
 
 at::Tensor Collected::accept(const OpenPass& pass, Sink& sink, const at::Tensor& gradient) {
@@ -35,6 +37,11 @@ GradTarget Collected::open_fused(const OpenPass* pass, Sink& sink) {
     sink.unscaled = true;
     return {place, sink.collected > 0};
   }
+  if (sink.grad_in_bucket() && crosses()) {
+    const bool first = !sink.apart.defined();
+    if (first) sink.apart = at::empty_like(sink.parameter, sink.parameter.options().dtype(bucket.dtype));
+    return {sink.apart, !first};
+  }
   // Held on this rank, whole, until the next reduction.
   if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
   const bool fresh = !sink.grad().defined();
@@ -54,6 +61,16 @@ void Collected::wrote_fused(const OpenPass* pass, Sink& sink) {
   }
 }
 
+// It belongs to the piece that was there: where that was cleared or replaced, it goes with it.
+at::Tensor Collected::take_apart(Sink& sink) {
+  at::Tensor apart = std::exchange(sink.apart, {});
+  if (!apart.defined() || !sink.grad_in_bucket()) return {};
+  if (!sink.changed_in_place()) return apart;
+  throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
+                                "' was changed in place while a weight gradient that was put off waits to be added to "
+                                "it; run a backward, or step(), between the two");
+}
+
 void Collected::open_incoming(Bucket& bucket) {
   if (bucket.incoming.sum.defined()) return;
   bucket.incoming.memory = memory_for(bucket);
@@ -66,6 +83,13 @@ void Collected::complete_incoming(Bucket& bucket) {
   for (size_t i = 0; i < bucket.sinks.size(); ++i) {
     Sink& sink = *bucket.sinks[i];
     settled_all(sink);
+    try {
+      if (const at::Tensor apart = take_apart(sink); apart.defined()) {
+        sink.collect(apart, place_of(bucket, sink), sink.unscaled ? 1.0 : scale());
+      }
+    } catch (...) {
+      note_failure();
+    }
     if (sink.unscaled || (sink.grad().defined() && !sink.grad_in_bucket())) {
       const at::Tensor place = place_of(bucket, sink);
       try {

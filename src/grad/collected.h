@@ -22,9 +22,11 @@ class Collected : public Summing {
   // A contribution's factor.
   virtual double scale() const = 0;
   virtual at::Tensor memory_for(const Bucket& bucket) = 0;
+  // Whether several ranks hold each piece.
+  virtual bool crosses() const { return false; }
 
   at::Tensor place_of(Bucket& bucket, const Sink& sink) const {
-    return view_in(bucket.incoming.sum, sink.slot.offset, sink.parameter);
+    return view_in(bucket.incoming.sum, sink.slot.offset, sink);
   }
   void open_incoming(Bucket& bucket);
   // Everything that belongs into `incoming` and is not there yet: gradients that lie elsewhere, and zeros.
@@ -34,6 +36,8 @@ class Collected : public Summing {
   void open_target(Bucket& bucket);
   // The reduction has arrived there.
   void close_target(Bucket& bucket);
+  // What waits to be added to the piece in .grad; undefined: nothing.
+  at::Tensor take_apart(Sink& sink);
 };
 
 }  // namespace plumb

@@ -25,6 +25,9 @@ GradTarget Reducer::open_fused(Sink& sink) {
   } else {
     Bucket& bucket = buckets_.of(sink);
     bucket.lanes.begin_part(bucket.device(), sink.index);
+    // What is written now is this rank's own, and no change of the user's: others may have nothing to write.
+    sink.agreed = sink.agreed && sink.grad().defined();
+    sink.left = !sink.changed_in_place();
   }
   return summing_->open_fused(inside ? &*pass_ : nullptr, sink);
 }
@@ -38,6 +41,7 @@ void Reducer::wrote_fused(Sink& sink) {
   if (inside) return;
   // A weight gradient that was put off comes between backwards: the next backward, or step(), reduces it.
   bucket.made_up = true;
+  if (sink.left) sink.remember();
   ledger_.open_pass(steps_, passes_);
   ledger_.delivered(sink.index);
   ledger_.settled(sink.index);

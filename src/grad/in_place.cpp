@@ -60,7 +60,7 @@ GradTarget InPlace::open_fused(const OpenPass*, Sink& sink) {
     return {sink.grad(), !fresh};
   }
   if (sink.grad_elsewhere() || sink.grad_mirrored()) {
-    sink.settle();
+    settle(sink, 1.0);
     sink.grad() = sink.shown;
   }
   return {sink.view, sink.grad().defined()};

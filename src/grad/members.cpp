@@ -63,6 +63,7 @@ std::vector<int> Members::admit(const std::vector<int>& candidates) {
     sink.name = name;
     names_.push_back(name);
     sink.parameter = parameter;
+    sink.order = order_of(parameter);
     sink.unit = unit_of_[candidate];
     sink.rule = grad_rule(parameter, accumulate_);
     sink_of_[candidate] = sink.index;

@@ -39,7 +39,7 @@ void Buckets::make_gradient(Bucket& bucket, Blank blank) {
       const at::Tensor view = piece_in(bucket.gradient, bucket.kept, sink);
       sink.rebind(view, mark_piece(view, piece_of(sink, bucket.kept)));
     } else {
-      const at::Tensor view = view_in(bucket.gradient, sink.slot.offset, sink.parameter);
+      const at::Tensor view = view_in(bucket.gradient, sink.slot.offset, sink);
       sink.rebind(view, view);
       const int64_t end = sink.slot.offset + sink.parameter.numel();
       if (blank == Blank::padding && end < bucket.after(i))

@@ -203,6 +203,14 @@ void Reducer::accumulator_changed(Sink& sink) {
 
 // ---- one pass
 
+// A wait inside of a backward may be for a rank that needs this one's shards first: one with more to do in a hook, say. Where waits are
+// the device's, the host goes on and answers.
+static bool may_be_asked_while_it_waits(Reducer& reducer) {
+  const auto units = reducer.gathering.lock();
+  if (!units || !units->asks() || reducer.buckets().empty()) return false;
+  return reducer.buckets().front().device().is_cpu() || reducer.shard().messages_are_dear();
+}
+
 OpenPass& Reducer::open_pass() {
   if (Timeline& timeline = timeline_of(world()); timeline.on()) timeline.enter(doing::backward, backward::began());
   prepare_capture();
@@ -226,7 +234,8 @@ OpenPass& Reducer::open_pass() {
   }
   buckets_.renew_kept();
   pass.rules_changed = buckets_.follow_rules();
-  summing_->open_pass(passes_, members_.sinks());
+  summing_->open_pass(pass, passes_, members_.sinks());
+  summing_->never_wait(may_be_asked_while_it_waits(*this));
   return pass_.emplace(std::move(pass));
 }
 
@@ -471,27 +480,6 @@ Where Reducer::ask_about_pieces(const std::string& what) const {
                                   "gradients every rank must answer: use Options::clip_norm there");
   }
   return here(Where::Kind::step, what);
-}
-
-// ---- weights
-
-void Reducer::weigh(double weight) {
-  Lock lock(mutex_);
-  weights_.weigh(weight, sinks());
-}
-
-void Reducer::weighed(Ended how) {
-  Lock lock(mutex_);
-  if (how == Ended::well) {
-    weights_.weighed(sinks());
-  } else {
-    weights_.failed();
-  }
-}
-
-double Reducer::take_weight_factor() {
-  Lock lock(mutex_);
-  return weights_.take_factor();
 }
 
 // Parameters that began to require a gradient, on all ranks alike. Their buckets are reduced, too.

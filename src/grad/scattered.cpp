@@ -18,6 +18,27 @@ int64_t Scattered::together(c10::Device device, int64_t bucket_bytes) const {
   return device.is_cpu() && team_.shard().messages_are_dear() ? std::min(kTogether, bucket_bytes) : 0;
 }
 
+// Several ranks hold a piece where there are replicas: each of them gives its part of it to the next sum, or none does. So all of
+// them make what they hold whole, also where this pass brings nothing.
+void Scattered::open_pass(const OpenPass& pass, int64_t /*number*/, std::deque<Sink>& sinks) {
+  if (collects(pass) || !crosses()) return;
+  at::NoGradGuard no_grad;
+  for (Sink& sink : sinks) {
+    if (!sink.grad_in_bucket()) continue;
+    Bucket& bucket = buckets_.of(sink);
+    bucket.lanes.begin_part(bucket.device(), sink.index);
+    at::Tensor apart;
+    try {
+      apart = take_apart(sink);
+    } catch (...) {
+      note_failure();
+    }
+    sink.make_whole(bucket.kept, team_.mesh().shard);
+    if (apart.defined()) sink.grad().add_(apart);
+    bucket.lanes.end_part(bucket.device(), sink.index);
+  }
+}
+
 at::Tensor Scattered::memory_for(const Bucket& bucket) {
   keep_few_in_flight();
   const c10::Device device = bucket.device();

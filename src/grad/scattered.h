@@ -20,6 +20,7 @@ class Scattered final : public Collected {
   OpenPass::Sync sync(Wish wish) const override {
     return wish == Wish::reduce || holding_ == Holding::never ? OpenPass::Sync::reduced : OpenPass::Sync::held;
   }
+  void open_pass(const OpenPass& pass, int64_t number, std::deque<Sink>& sinks) override;
   void begin(Bucket& bucket, const Where& where) override;
   void send() override;
   int64_t together(c10::Device device, int64_t bucket_bytes) const override;
@@ -36,7 +37,7 @@ class Scattered final : public Collected {
   void arrived(Bucket& bucket, const Where& where) override;
   void send(const std::vector<Bucket*>& buckets);
   void keep_few_in_flight();
-  bool crosses() const { return team_.replicate().size() > 1; }
+  bool crosses() const override { return team_.replicate().size() > 1; }
   void cross(Where where);  // the oldest in flight
   void give_back(Incoming& incoming);
 

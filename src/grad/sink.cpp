@@ -1,6 +1,7 @@
 #include "grad/sink.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 
@@ -48,16 +49,14 @@ void copy_scaled(const at::Tensor& to, const at::Tensor& from, double scale) {
 // A call of ATen costs as much as some thousand elements, and a gradient of a small parameter would need three of them.
 constexpr int64_t kSmall = 1 << 12;
 
-// Copies `from`, times `scale`, to `offset` of `to`, where it lies as `like` does; false: these are not plain f32 tensors of the
-// CPU, or many elements, and nothing happened. The same bits as copy_scaled().
-bool copy_small(const at::Tensor& to, int64_t offset, const at::Tensor& like, const at::Tensor& from, double scale) {
+// Copies `from`, times `scale`, to `offset` of `to`, where the sink's elements lie; false: these are not plain f32 tensors of the
+// CPU, or many elements, or in another order, and nothing happened. The same bits as copy_scaled().
+bool copy_small(const at::Tensor& to, int64_t offset, const Sink& like, const at::Tensor& from, double scale) {
   const int64_t count = from.numel();
   if (count > kSmall || from.scalar_type() != at::kFloat || to.scalar_type() != at::kFloat || !to.is_cpu())
     return false;
   if (from.key_set() != to.key_set()) return false;  // somebody's own kind of tensor
-  if (from.sizes() != like.sizes() || from.strides() != like.strides() || !like.is_non_overlapping_and_dense()) {
-    return false;
-  }
+  if (from.sizes() != like.parameter.sizes() || from.strides() != at::IntArrayRef(like.order)) return false;
   const auto* source = from.const_data_ptr<float>();
   float* target = to.mutable_data_ptr<float>() + offset;
   if (scale == 1.0) {
@@ -98,7 +97,7 @@ void Sink::settle(double scale) {
     if (scale != 1.0) view.mul_(scale);
     return;
   }
-  if (rule.bucket != at::kFloat || !copy_small(view, 0, view, mine, scale)) {
+  if (rule.bucket != at::kFloat || !copy_small(view, 0, *this, mine, scale)) {
     check_fits(*this, mine);
     copy_scaled(view, dense_values(mine), scale);
     keep_for_current(mine);
@@ -165,7 +164,7 @@ void Sink::collect(const at::Tensor& gradient, const at::Tensor& place, double s
 
 bool Sink::collect_small(const at::Tensor& gradient, const at::Tensor& incoming, double scale) {
   if (collected > 0 || rule.bucket != at::kFloat) return false;
-  if (!copy_small(incoming, slot.offset, parameter, gradient, scale)) return false;
+  if (!copy_small(incoming, slot.offset, *this, gradient, scale)) return false;
   ++collected;
   contributed = true;
   return true;
@@ -194,7 +193,7 @@ void Sink::make_whole(const Range& piece, double copies) {
   const at::Tensor flat = at::zeros({parameter.numel()}, view.options());
   const Range mine = overlap(slot, parameter.numel(), piece);
   flat.narrow(0, mine.begin - slot.offset, mine.size()).copy_(view.reshape(-1)).mul_(copies);
-  grad() = view_in(flat, 0, parameter);
+  grad() = view_in(flat, 0, *this);
 }
 
 Range overlap(const Slot& slot, int64_t numel, const Range& part) {
@@ -213,13 +212,28 @@ at::Tensor piece_in(const at::Tensor& flat, const Range& kept, const Sink& sink)
   return flat.narrow(0, begin, mine.size()).view(shape);
 }
 
-at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
+std::vector<int64_t> order_of(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  const auto strides = c10::contiguous_strides(tensor.sizes());
+  return {strides.begin(), strides.end()};
+}
+
+namespace {
+
+at::Tensor seen_in(const at::Tensor& flat, int64_t offset, at::IntArrayRef shape, at::IntArrayRef strides) {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView plain;  // autograd knows it as a tensor of its own, as any gradient
-  if (parameter.is_non_overlapping_and_dense()) {
-    return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset() + offset);
-  }
-  return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+  return flat.as_strided(shape, strides, flat.storage_offset() + offset);
+}
+
+}  // namespace
+
+at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
+  return seen_in(flat, offset, parameter.sizes(), order_of(parameter));
+}
+
+at::Tensor view_in(const at::Tensor& flat, int64_t offset, const Sink& sink) {
+  return seen_in(flat, offset, sink.parameter.sizes(), sink.order);
 }
 
 }  // namespace plumb

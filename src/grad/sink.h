@@ -13,6 +13,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "grad/node.h"
 #include "grad/rule.h"
@@ -26,6 +27,9 @@ struct Sink {
   int index = -1;
   std::string name;
   at::Tensor parameter;
+  // The strides that its elements lie by in every bucket: those of the parameter when its sink was made, whatever memory the
+  // user gives it later. Of one that is not dense: in the order of its shape.
+  std::vector<int64_t> order;
   int unit = -1;  // the unit that gathers the parameter; -1: it is always whole
   GradRule rule;
   NodePtr accumulator;                  // held, or autograd would drop our hooks with it
@@ -37,6 +41,8 @@ struct Sink {
   at::Tensor shown;     // the view as .grad holds it: where gradients are sharded, a piece that knows that it is one
   int64_t version = 0;  // of the view when the engine last left it
   bool agreed = false;  // the ranks had agreed on .grad then
+  bool left = false;    // the user had left it so when an operation began to write it between passes
+  at::Tensor apart;     // what operations wrote then where a piece stays in .grad, since replicas hold it, too
 
   // What this pass has brought.
   int deliveries = 0;        // gradients handed over
@@ -100,8 +106,13 @@ struct Sink {
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 };
 
+// The strides of a tensor's elements where they are dense, in the order of its shape otherwise.
+std::vector<int64_t> order_of(const at::Tensor& tensor);
+
 // The part of `flat` at `offset` seen in the shape of `parameter`, with its strides where they are dense.
 at::Tensor view_in(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter);
+// The same in the order of the sink's buckets.
+at::Tensor view_in(const at::Tensor& flat, int64_t offset, const Sink& sink);
 
 // This rank's piece of the parameter's gradient in `flat`, which holds the elements `kept` of the bucket.
 at::Tensor piece_in(const at::Tensor& flat, const Range& kept, const Sink& sink);

@@ -45,6 +45,7 @@ void Reducer::settle_step() {
     for (Bucket& bucket : buckets_) buckets_.make_gradient(bucket);
   }
   held_ = false;
+  for (Bucket& bucket : buckets_) bucket.made_up = false;  // what was cleared since waits for nothing, either
   for (Sink& sink : members_.sinks()) {
     if (late[sink.slot.bucket]) {
       sink.adopt(all.used_anywhere(sink.index));
@@ -56,11 +57,31 @@ void Reducer::settle_step() {
   for (Bucket& bucket : buckets_) bucket.frozen = all.every.idle[static_cast<size_t>(bucket.index)];
 }
 
+void Reducer::weigh(double weight) {
+  Lock lock(mutex_);
+  weights_.weigh(weight, sinks());
+}
+
+void Reducer::weighed(Ended how) {
+  Lock lock(mutex_);
+  if (how == Ended::well) {
+    weights_.weighed(sinks());
+  } else {
+    weights_.failed();
+  }
+}
+
+double Reducer::take_weight_factor() {
+  Lock lock(mutex_);
+  return weights_.take_factor();
+}
+
 // Its gradients are not the ranks' mean: they were held, or the user's own tensors replaced them.
 bool Reducer::waits_for_step(const Bucket& bucket) const {
   const bool held = (held_ || bucket.made_up) && summing_->holds_in_buckets();
   const bool idle = bucket.frozen && !bucket.wanted();
-  return (held && !idle) || std::ranges::any_of(bucket.sinks, &Sink::grad_elsewhere);
+  const auto waits = [](const Sink* sink) { return sink->grad_elsewhere() || sink->apart.defined(); };
+  return (held && !idle) || std::ranges::any_of(bucket.sinks, waits);
 }
 
 void Reducer::check_used_alike(const Sink& sink, const Agreement& all) const {
@@ -165,7 +186,7 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
   team_.shard().all_gather(whole, mine).wait(here(Where::Kind::step, "full_gradient of '" + sink->name + "'"));
   if (!sink->grad().defined()) return {};
   if (!sink->grad_in_bucket() && !sink->grad_is_piece()) return sink->grad().detach().clone();
-  const at::Tensor gradient = view_in(whole, sink->slot.offset, parameter);
+  const at::Tensor gradient = view_in(whole, sink->slot.offset, *sink);
   return gradient.to(sink->rule.bucket, /*non_blocking=*/false, /*copy=*/true);
 }
 

@@ -34,8 +34,8 @@ class Summing {
 
   enum class Wish { reduce, hold };  // the user's: outside and inside of no_sync
   virtual OpenPass::Sync sync(Wish wish) const = 0;
-  // `pass` is its number in this step, from 1.
-  virtual void open_pass(int64_t /*pass*/, const std::deque<Sink>& /*sinks*/) {}
+  // `number` of it in this step, from 1.
+  virtual void open_pass(const OpenPass& /*pass*/, int64_t /*number*/, std::deque<Sink>& /*sinks*/) {}
   virtual void close_held_pass(int64_t /*pass*/) {}
 
   // A gradient comes from autograd. What is returned is accumulated into .grad; undefined where it was collected.

@@ -39,9 +39,9 @@ at::Tensor Tree::memory_for(const Bucket& bucket) {
 
 // Gradients the user dropped or replaced since the last share are dropped from the sums too. One that replaces them is part of
 // the next share.
-void Tree::open_pass(int64_t pass, const std::deque<Sink>& sinks) {
+void Tree::open_pass(const OpenPass&, int64_t number, std::deque<Sink>& sinks) {
   at::NoGradGuard no_grad;
-  if (pass == 1) return;
+  if (number == 1) return;
   for (const Sink& sink : sinks) {
     if (was_changed(sink)) {
       throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
@@ -55,7 +55,7 @@ void Tree::open_pass(int64_t pass, const std::deque<Sink>& sinks) {
 void Tree::forget_shares(const Sink& sink) {
   Bucket& bucket = buckets_.of(sink);
   const Alone alone(bucket.lanes, bucket.device());
-  for (at::Tensor& sum : bucket.incoming.shares) view_in(sum, sink.slot.offset, sink.parameter).zero_();
+  for (at::Tensor& sum : bucket.incoming.shares) view_in(sum, sink.slot.offset, sink).zero_();
   if (!bucket.incoming.before.defined()) return;
   bucket.incoming.before.narrow(0, sink.view.storage_offset() - bucket.gradient.storage_offset(), sink.view.numel())
       .zero_();

@@ -13,7 +13,7 @@ class Tree final : public Collected {
       : Collected(team, buckets, ledger), virtual_ranks_(virtual_ranks) {}
 
   OpenPass::Sync sync(Wish) const override { return OpenPass::Sync::held; }
-  void open_pass(int64_t pass, const std::deque<Sink>& sinks) override;
+  void open_pass(const OpenPass& pass, int64_t number, std::deque<Sink>& sinks) override;
   void close_held_pass(int64_t pass) override;
   void begin(Bucket& bucket, const Where& where) override;
   bool holds_in_buckets() const override { return true; }

@@ -28,7 +28,7 @@ at::Tensor shown(const Bucket& bucket, bool sharded) {
       const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
       flat.narrow(0, begin, mine.size()).copy_(own.reshape(-1));
     } else {
-      view_in(flat, sink->slot.offset, sink->parameter).copy_(own);
+      view_in(flat, sink->slot.offset, *sink).copy_(own);
     }
   }
   return flat;

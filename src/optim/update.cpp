@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "grad/strides.h"
 #include "layout/at_a_time.h"
 
 namespace plumb {
@@ -88,7 +87,7 @@ Updater::Flats& Updater::flats_of(Bucket& bucket) {
     state.square = place(flats.square, bucket.updated, *sink);
 
     const bool whole = bucket.held.size() == bucket.numel;
-    state.home = whole ? view_in(flats.parameter, sink->slot.offset, sink->parameter) : at::Tensor();
+    state.home = whole ? view_in(flats.parameter, sink->slot.offset, *sink) : at::Tensor();
     state.version = ~sink->parameter._version();  // look at it now
     if (old.weight.defined()) state.weight.copy_(old.weight);
     if (old.momentum.defined()) state.momentum.copy_(old.momentum);
@@ -121,10 +120,6 @@ void Updater::follow_user(const Bucket& bucket, const Sink& sink, const Flats& f
           c10::str("parameter '", sink.name, "' became ", parameter.scalar_type(), " ", parameter.sizes(), "; it was ",
                    state.home.scalar_type(), " ", state.home.sizes(),
                    " when its engine was built; build a new engine after changing a model"));
-    // Its gradient lies in the order of the bucket, or, where it was collected meanwhile, in that of the new memory.
-    const bool collected = bucket.kept.size() < bucket.numel;
-    const at::Tensor& like = collected || !sink.view.defined() ? parameter : sink.view;
-    check(rank_, !sink.grad().defined() || same_order(like, state.home), other_order(sink.name, parameter, state.home));
     state.home.copy_(parameter);
     keep_for_current(parameter);
     parameter.set_data(state.home);
@@ -141,7 +136,21 @@ void Updater::prepare(std::deque<Bucket>& buckets) {
   for (Bucket& bucket : buckets) {
     if (!bucket.has_gradient()) continue;
     const Flats& flats = flats_of(bucket);
-    for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats);
+    for (const Sink* sink : bucket.sinks) {
+      follow_user(bucket, *sink, flats);
+      if (sink->grad().defined()) check_begun(bucket, {.first = sink});
+    }
+  }
+}
+
+void Updater::bring_home(std::deque<Bucket>& buckets) {
+  at::NoGradGuard no_grad;
+  for (Bucket& bucket : buckets) {
+    const auto index = static_cast<size_t>(bucket.index);
+    if (index >= flats_.size() || !bucket.parameter.defined() || !flats_[index].parameter.is_same(bucket.parameter)) {
+      continue;
+    }
+    for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats_[index]);
   }
 }
 
@@ -163,10 +172,7 @@ void Updater::step(std::deque<Bucket>& buckets, Group& shard, double factor, Led
       return one.steps == other.steps && one.graphs == other.graphs &&
              (!rates_.grouped() || rates_.of(a.name) == rates_.of(b.name));
     };
-    for (const Run& run : runs_of(bucket, bucket.updated, alike)) {
-      if (captured) check_begun(bucket, run);
-      add_run(together, bucket, flats, run, factor);
-    }
+    for (const Run& run : runs_of(bucket, bucket.updated, alike)) add_run(together, bucket, flats, run, factor);
     // What others wait for goes out while the next ones are updated.
     if (travels(bucket) || together.bytes > kCastBytes) update_all(together);
     spread(bucket, shard, gathers, where);

@@ -27,6 +27,8 @@ class Updater {
   // Everything that may refuse a step, before it changes anything: lays out memory, and follows what the user did to
   // parameters since the last one.
   void prepare(std::deque<Bucket>& buckets);
+  // The latter alone: parameters lie beside their state again, in its order.
+  void bring_home(std::deque<Bucket>& buckets);
 
   // One update of every parameter that has a gradient; the learning rates are multiplied by `factor`. Where the state is
   // sharded, each rank updates its part of every bucket, and whole parameters get the others' parts over `shard`. After

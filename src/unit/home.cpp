@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "grad/strides.h"
 #include "plumb/error.h"
 #include "unit/deferred.h"
 #include "unit/storage.h"
@@ -38,7 +37,7 @@ Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.worl
   named = whole.is_cpu() && reducer.team().shard_control().names_gathers();
   if (peers.empty() && !named) reducer.gathers();
   for (Sink* sink : bucket.sinks) {
-    const at::Tensor place = view_in(whole, sink->slot.offset, sink->parameter);
+    const at::Tensor place = view_in(whole, sink->slot.offset, *sink);
     if (rows.defined()) {
       if (reducer.options().cut != Cut::at_rows || rows.numel() > bucket.held.size()) {
         throw Error(reducer.world().rank(), "parameter '" + sink->name + "' was cut by rows, and its engine does not");
@@ -126,7 +125,9 @@ void Home::abandon() {
 
 c10::DataPtr Home::take_memory() {
   c10::StorageImpl& storage = *whole.storage().unsafeGetStorageImpl();
-  if (!in_use() && whole.is_cpu()) {
+  if (!in_use()) {
+    lanes.begin_all(whole.device());  // whoever has it now may write into it
+    keep_for_current(whole);          // it was allocated under some stream, and is freed when the host is done with it
     withdraw();
     c10::DataPtr memory = storage.set_data_ptr(storage.allocator()->allocate(0));
     empty_storage(storage, "plumb: released");
@@ -154,8 +155,6 @@ void Home::bring_home() {
                                  at::IntArrayRef(shapes[i]), " on ", whole.device(),
                                  " when its engine was built; build a new engine after changing a model"));
     }
-    if (sink->grad().defined() && !same_order(parameter, places[i]))
-      throw Error(rank, other_order(sink->name, parameter, places[i]));
     if (!full) {
       make_room();
       lend();

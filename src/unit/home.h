@@ -54,7 +54,7 @@ struct Home {
   void withdraw();   // and away from them
   void release();    // the memory, too
   void abandon();    // the same, of memory that may still be written: it is never freed
-  // The memory, as somebody else's from now on. A copy of it where others read it, too, or where kernels may.
+  // The memory, as the current stream's from now on, behind every kernel that uses it. A copy of it where others hold it, too.
   c10::DataPtr take_memory();
   // A parameter that was given other memory (set_data, torch::load) comes home with its values: all of them while the home is
   // whole, otherwise this rank's part.

@@ -68,8 +68,8 @@ void unit(const std::vector<at::Tensor>& parameters) {
     return;
   throw Error(
       "a compiled graph would use sharded parameters that its backend does not gather: with fullgraph=True use the "
-      "backend inductor, aot_eager (where gradients are computed) or plumb_aot_eager; or compile without "
-      "fullgraph=True");
+      "backend inductor, aot_eager (where gradients are computed) or plumb_aot_eager, and no unit inside of a branch "
+      "(torch.cond); or compile without fullgraph=True");
 }
 
 void unit_meta(const std::vector<at::Tensor>&) {}

@@ -1,4 +1,7 @@
 // Shared memory as an allocator: what it hands out, takes back, and keeps for those who still read it.
+#include <sys/resource.h>
+#include <sys/sysinfo.h>
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -115,6 +118,28 @@ TEST(ShmHeap, KnowsItsBounds) {
     int ordinary = 0;
     EXPECT_EQ(heap.offset_of(&ordinary), -1);
   }));
+}
+
+// A rank's segment: as much as the machine has, and no file is longer than the process may make one.
+TEST(ShmHeap, ReservesNoMoreThanThereIs) {
+  const auto reserved = [] {
+    int64_t end = 0;
+    alone([&](ShmHeap& heap, const ShmGroups&) {
+      for (int64_t step = int64_t{1} << 50; step > 0; step /= 2) end += heap.within(0, 0, end + step) ? step : 0;
+    });
+    return end;
+  };
+  struct sysinfo machine{};
+  ASSERT_EQ(sysinfo(&machine), 0);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlim_t memory = static_cast<rlim_t>(machine.totalram) * machine.mem_unit;
+  EXPECT_EQ(reserved(), static_cast<int64_t>(std::min(memory, before.rlim_cur)) / page * page);
+  const rlimit less{(64 << 20) + 5, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &less), 0);
+  const int64_t limited = reserved();
+  setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_EQ(limited, 64 << 20);
 }
 
 TEST(ShmHeap, LendsBlocksInPowersOfTwoAndKeepsALimitedNumberOfThemAsTheyAre) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <random>
 
+#include "backend/local.h"
 #include "world/support/plain.h"
 #include "world/support/shm_threads.h"
 
@@ -199,6 +200,65 @@ TEST(ShmOrder, RanksThatDisagreeInAnythingHearOfIt) {
       }
     }
   }
+}
+
+// Lengths of whole pieces (4 MiB): the pieces that both have are alike, and only one has more of them.
+TEST(ShmOrder, RanksThatDisagreeByWholePiecesHearOfIt) {
+  constexpr int64_t piece = 1 << 20;
+  const std::vector<std::pair<std::function<Work(const Backend&, int64_t)>, std::string>> verbs{
+      {[](const Backend& g, int64_t n) { return all_reduce(g, at::ones({n})); }, "all_reduce(sum)"},
+      {[](const Backend& g, int64_t n) { return all_reduce(g, g->allocateTensor(n, at::kFloat)); }, "all_reduce(sum)"},
+      {[](const Backend& g, int64_t n) {
+         std::vector<at::Tensor> one{at::ones({n})};
+         return g->broadcast(one);
+       },
+       "broadcast from rank 0"},
+      {[](const Backend& g, int64_t n) {
+         at::Tensor whole = at::ones({n * 2}), part = at::ones({n});
+         return g->_allgather_base(whole, part);
+       },
+       "all_gather"}};
+  for (const auto& [call, name] : verbs) {
+    const auto thrown = on_threads(2, [&](int rank, ShmHeap&, const ShmGroups& make) {
+      call(make(0), rank == 1 ? 2 * piece : piece)->wait(milliseconds(20'000));
+    });
+    for (int r = 0; r < 2; ++r) {
+      EXPECT_THAT(thrown[r],
+                  HasSubstr("rank " + std::to_string(r) + ": rank 0 called " + name + " of " + std::to_string(piece) +
+                            " Float where rank 1 called " + name + " of " + std::to_string(2 * piece) + " Float"));
+    }
+  }
+}
+
+TEST(ShmOrder, AllToAllBringsEveryPartToItsPlace) {
+  for (int size = 1; size <= 5; ++size) {
+    for (const auto dtype : {at::kFloat, at::kLong, at::kBFloat16, at::kByte}) {
+      for (const int64_t scale : {int64_t{0}, int64_t{1}, int64_t{3}, int64_t{900}}) {
+        // Rank r sends (r + 2 t) % 4 * scale elements to rank t.
+        const auto sent = [&](int from, int to) { return (from + 2 * to) % 4 * scale; };
+        const auto value = [](int from, int to) { return 10 * from + to + 1; };
+        expect_all_well(on_threads(size, [&](int rank, ShmHeap&, const ShmGroups& make) {
+          std::vector<int64_t> out, in;
+          std::vector<at::Tensor> parts, right;
+          for (int r = 0; r < size; ++r) {
+            out.push_back(sent(rank, r));
+            parts.push_back(at::full({out.back()}, value(rank, r), dtype));
+            in.push_back(sent(r, rank));
+            right.push_back(at::full({in.back()}, value(r, rank), dtype));
+          }
+          at::Tensor input = at::cat(parts), output = at::zeros_like(at::cat(right));
+          make(0)->alltoall_base(output, input, in, out)->wait(milliseconds(20'000));
+          if (!output.equal(at::cat(right))) throw Error(rank, "a part is not in its place");
+        }));
+      }
+    }
+  }
+}
+
+TEST(ShmOrder, AGroupKnowsItsHeapAndNoOtherBackendHasOne) {
+  expect_all_well(
+      on_threads(2, [](int, ShmHeap& heap, const ShmGroups& make) { EXPECT_EQ(heap_of(*make(0)).get(), &heap); }));
+  EXPECT_EQ(heap_of(*make_local_backend(std::make_shared<LocalHub>(1, milliseconds(1)), 0)), nullptr);
 }
 
 TEST(ShmOrder, AWaitThatRanOutNamesExactlyTheRanksThatAreLateOrHaveNotDoneTheirPart) {

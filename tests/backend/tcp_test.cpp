@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -240,6 +242,48 @@ TEST(Tcp, ACallThatNobodyHoldsEndsAllTheSame) {
   EXPECT_EQ(threads_of_tcp(), before);
 }
 
+// Whether it ends by itself, as it was asked to.
+bool ends(pid_t child) {
+  int status = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    if (waitpid(child, &status, WNOHANG) == child) return WIFEXITED(status) && WEXITSTATUS(status) == 7;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  kill(child, SIGKILL);
+  waitpid(child, &status, 0);
+  return false;
+}
+
+// What a process inherits by a fork is its parent's: letting go of it waits for nobody, whoever of the parent's threads was
+// moving it at that moment, and the parent goes on.
+TEST(Tcp, AForkedChildLetsGoAtOnceAndItsParentGoesOn) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::latch forked(2);
+  expect_all_well(on_threads(2, [&](int rank) {
+    // Rank 0 moves it all the time while it waits.
+    const auto patience = rank == 0 ? std::chrono::microseconds(seconds(60)) : kPatience;
+    BackendPtr backend = make_tcp_backend(store, rank, 2, "127.0.0.1", patience);
+    all_reduce(backend, at::ones({10}))->wait(seconds(60));
+    const at::Tensor after = at::ones({10'000});
+    if (rank == 1) forked.arrive_and_wait();
+    const WorkPtr work = all_reduce(backend, after);
+    std::thread waiter([&] { work->wait(seconds(60)); });
+    for (int i = 0; rank == 0 && i < 20; ++i) {
+      const pid_t child = fork();
+      if (child == 0) {
+        backend.reset();
+        _exit(7);
+      }
+      const bool well = ends(child);
+      EXPECT_TRUE(well) << "child " << i;
+      if (!well) break;
+    }
+    if (rank == 0) forked.arrive_and_wait();
+    waiter.join();
+    expect_all(after, 2);
+  }));
+}
+
 TEST(Tcp, ArgumentsThatCannotBeCarriedAreRefusedBeforeAnybodyWaits) {
   expect_all_well(on_tcp(2, [](int, const BackendPtr& backend) {
     EXPECT_ANY_THROW(all_reduce(backend, at::ones({4, 4}).t()));
@@ -278,6 +322,56 @@ TEST(Tcp, AProcessWithoutRoomForItsSocketsIsToldAtOnce) {
     EXPECT_EQ(again, lowest) << "what it had opened is closed again";
     ::close(again);
   }
+}
+
+// A process that is forked has none of its parent's threads: what it inherited ends without waiting for them, and the parent
+// goes on.
+TEST(Tcp, AForkedProcessLeavesWhatItInheritedToItsParent) {
+  expect_all_well(on_tcp(2, [](int rank, const BackendPtr& given) {
+    BackendPtr backend = given;
+    all_reduce(backend, at::ones({10}))->wait(seconds(60));
+    if (rank == 0) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::alarm(60);
+        backend->shutdown();
+        const_cast<BackendPtr&>(given).reset();
+        backend.reset();
+        ::_exit(7);
+      }
+      int status = 0;
+      EXPECT_EQ(::waitpid(child, &status, 0), child);
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+    }
+    const at::Tensor mine = at::full({1000}, 1.0 + rank);
+    all_reduce(backend, mine)->wait(seconds(60));
+    expect_all(mine, 3);
+  }));
+}
+
+// More connections than a few: every rank sends to every other on several lanes at once.
+TEST(Tcp, ManyRanksCallManyThingsAtOnce) {
+  constexpr int size = 7;
+  expect_all_well(on_tcp(size, [&](int rank, const BackendPtr& backend) {
+    for (int turn = 0; turn < 5; ++turn) {
+      const at::Tensor sum = at::full({5000 + turn}, 1.0 + rank);
+      at::Tensor full = at::empty({size * 300}), shard = at::full({300}, 10.0 * rank + turn);
+      const WorkPtr reduced = all_reduce(backend, sum), gathered = backend->_allgather_base(full, shard);
+      std::vector<at::Tensor> passed{at::full({100}, rank == turn ? 5.0 : 0.0)};
+      c10d::BroadcastOptions from;
+      from.rootRank = turn;
+      const WorkPtr told = backend->broadcast(passed, from);
+      std::vector<at::Tensor> in{at::empty({50})}, out{at::full({50}, 1.0 * rank)};
+      const WorkPtr came = backend->recv(in, (rank + size - 1) % size, turn);
+      const WorkPtr went = backend->send(out, (rank + 1) % size, turn);
+      backend->barrier()->wait(seconds(60));
+      for (const WorkPtr& work : {went, came, told, gathered, reduced}) work->wait(seconds(60));
+      expect_all(sum, size * (size + 1) / 2);
+      expect_all(in[0], (rank + size - 1) % size);
+      expect_all(passed[0], 5);
+      for (int r = 0; r < size; ++r) expect_all(full.narrow(0, r * 300, 300), 10.0 * r + turn);
+    }
+  }));
 }
 
 // Somebody who connects without knowing the secret is nobody, whatever rank it says it is.

@@ -77,6 +77,35 @@ INSTANTIATE_TEST_SUITE_P(Strategies, NonFiniteIn,
                                           testing::Values(std::numeric_limits<double>::quiet_NaN(),
                                                           -std::numeric_limits<double>::infinity())));
 
+// Five are named, and of more their number is told.
+TEST(NonFinite, ErrorNamesAFewOfManyParameters) {
+  for (size_t count = 1; count <= 8; ++count) {
+    const auto texts = errors(2, [&](World world) {
+      Parts model(5);
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2", .nonfinite = NonFinite::error});
+      auto gradients = ones(2);
+      size_t poisoned = 0;
+      for (at::Tensor& one : gradients) {
+        if (one.numel() == 0 || poisoned == count) continue;
+        one.fill_(NAN);
+        ++poisoned;
+      }
+      engine.backward(model.loss(gradients));
+      engine.step();
+    });
+    for (const std::string& text : texts) {
+      size_t named = 0;
+      for (size_t at = 0; (at = text.find(".w", at)) != std::string::npos; ++at) ++named;
+      EXPECT_EQ(named, std::min<size_t>(count, 5)) << text;
+      const std::string more = " and " + std::to_string(count - std::min<size_t>(count, 5)) + " more";
+      EXPECT_EQ(text.find(" more") != std::string::npos, count > 5) << text;
+      if (count > 5) {
+        EXPECT_THAT(text, HasSubstr(more));
+      }
+    }
+  }
+}
+
 TEST(NonFinite, ProceedTakesTheStepAsItIs) {
   run_local(2, [](World world) {
     at::Tensor weight = at::ones({4}, at::kDouble).requires_grad_();

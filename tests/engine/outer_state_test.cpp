@@ -156,6 +156,74 @@ TEST(OuterState, GoesFromAnyWorldAndPlaceToAnyOther) {
   }
 }
 
+// Whole values are of the parameter's elements, whatever order either's memory is in.
+TEST(OuterState, OfAParameterInAnotherOrderOfMemoryIsByItsElements) {
+  const Scratch scratch;
+  const at::Tensor value = at::arange(12, at::kDouble).view({3, 4});
+  const std::vector<std::pair<std::string, std::function<at::Tensor()>>> orders = {
+      {"rows", [] { return at::zeros({3, 4}); }},
+      {"columns", [] { return at::zeros({4, 3}).t(); }},
+      {"gaps", [] { return at::zeros({3, 8}).narrow(1, 0, 4); }}};
+  for (const auto& [from, parameter] : orders) {
+    for (const auto& [of_value, order] : orders) {
+      const std::string folder = scratch.path(from + of_value);
+      {
+        at::Tensor weight = parameter().requires_grad_();
+        Engine engine(World(), NamedTensors{{"w", weight}}, {}, NoOptimizer{});
+        const at::Tensor state = order().to(at::kDouble).copy_(value);
+        const Outer outer{{{OuterTensor::Place::whole, "w", "average", state}}, "{}"};
+        auto saving = std::make_shared<Saving>(engine.impl());
+        engine.impl().saving = saving;
+        saving->begin(folder, {}, &outer, Copy::no);
+        saving->finish();
+      }
+      for (const auto& [to, other] : orders) {
+        at::Tensor weight = other().requires_grad_();
+        Engine engine(World(), NamedTensors{{"w", weight}}, {}, NoOptimizer{});
+        Loading loading(engine.impl(), folder, {}, OuterState::taken);
+        ASSERT_EQ(loading.outer().tensors.size(), 1U);
+        EXPECT_TRUE(loading.outer().tensors[0].value.equal(value)) << from << ", " << of_value << " to " << to;
+      }
+    }
+  }
+}
+
+// What nobody trains has no pieces: its state is whole on every rank, wherever others' is cut.
+TEST(OuterState, OfAFrozenParameterIsWholeBesidePieces) {
+  const Scratch scratch;
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor trained = at::zeros({40}).requires_grad_(), frozen = at::zeros({5, 3});
+      Engine engine(world, NamedTensors{{"frozen", frozen}, {"trained", trained}}, {}, UserOptimizer{},
+                    {.strategy = strategy});
+      const at::Tensor state = at::arange(15, at::kDouble).view({5, 3});
+      Outer outer{{{OuterTensor::Place::whole, "frozen", "average", state}}, "{}"};
+      trained.sum().backward();
+      engine.begin_step();
+      for (const Piece& piece : engine.pieces()) {
+        const at::Tensor mine = at::arange(40, at::kDouble).narrow(0, piece.begin, piece.weight.numel());
+        outer.tensors.push_back({OuterTensor::Place::piece, "trained", "average", mine, piece.begin});
+      }
+      engine.end_step();
+      auto saving = std::make_shared<Saving>(engine.impl());
+      engine.impl().saving = saving;
+      saving->begin(scratch.path(strategy), {}, &outer, Copy::no);
+      saving->finish();
+      Loading loading(engine.impl(), scratch.path(strategy), {}, OuterState::taken);
+      ASSERT_EQ(loading.outer().tensors.size(), 2U);
+      for (const OuterTensor& one : loading.outer().tensors) {
+        if (one.parameter == "frozen") {
+          EXPECT_EQ(one.place, OuterTensor::Place::whole);
+          EXPECT_TRUE(one.value.equal(state));
+        } else {
+          EXPECT_EQ(one.place, OuterTensor::Place::piece);
+          EXPECT_TRUE(one.value.equal(at::arange(40, at::kDouble).narrow(0, one.begin, one.value.numel())));
+        }
+      }
+    });
+  }
+}
+
 // Whoever takes some files of a checkpoint alone, finds by their names what is in them.
 TEST(OuterState, LiesInTheFilesOfTheOptimizer) {
   const Scratch scratch;

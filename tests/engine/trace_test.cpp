@@ -176,6 +176,22 @@ TEST(Trace, OneThatIsNotStoppedWritesNothing) {
   });
 }
 
+// Names are the user's: whatever letters they have, the file is JSON.
+TEST(Trace, HoldsNamesOfAnyLetters) {
+  const Folder folder;
+  const World world;
+  at::Tensor weight = at::ones({3}).requires_grad_();
+  Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{});
+  Trace trace = engine.trace(folder / "names.json");
+  timeline_of(engine.world()).mark(tracks::steps, "a \"quoted\" \\ and a\ttab, ä");
+  const auto begin = std::chrono::steady_clock::now();
+  timeline_of(engine.world()).span(tracks::data, "\\", begin, begin + milliseconds(2));
+  trace.stop();
+  const Rows rows = read(folder / "names.json");
+  EXPECT_EQ(rows.at({0, "steps"}), std::multiset<std::string>{"a \"quoted\" \\ and a tab, ä"});
+  EXPECT_EQ(rows.at({0, tracks::data}), std::multiset<std::string>{"\\"});
+}
+
 // Each trace has what began since its own beginning.
 TEST(Trace, TwoAtATimeHoldWhatIsTheirs) {
   const Folder folder;

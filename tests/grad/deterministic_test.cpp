@@ -187,6 +187,24 @@ TEST(Deterministic, GradientsMayBeReadClearedAndReplacedBeforeTheStep) {
   }
 }
 
+// One of two in a bucket: the other's is kept, and what no gradient stands for is old.
+TEST(Deterministic, AGradientClearedAloneBetweenStepsBeginsAnew) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({7}).requires_grad_(), b = at::zeros({3}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{},
+                    {.strategy = strategy, .deterministic = true, .virtual_ranks = 4});
+      for (int step = 1; step <= 3; ++step) {
+        for (int share = 0; share < 2; ++share) ((a.sum() + b.sum()) * (world.rank() + 1)).backward();
+        engine.step();
+        EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>()) << strategy << step;
+        EXPECT_TRUE(engine.full_gradient(b).eq(3.0 * step).all().item<bool>()) << strategy << step;
+        a.mutable_grad().reset();
+      }
+    });
+  }
+}
+
 TEST(Deterministic, NobodyIsAnsweredForAllRanksBeforeTheStep) {
   for (const std::string strategy : {"ddp", "zero2"}) {
     run_local(2, [&](World world) {

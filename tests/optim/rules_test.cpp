@@ -95,6 +95,71 @@ TEST(Rates, AreThoseOfTheFirstGroupThatMatches) {
   }
 }
 
+TEST(Rates, OfNoSenseAreRefusedAndNothingIsChanged) {
+  const NamedTensors parameters = {{"a", at::Tensor()}, {"b", at::Tensor()}};
+  const auto is = [](const std::string& one) { return [=](const std::string& name) { return name == one; }; };
+  const auto built = [&](std::vector<ParameterGroup> groups, const Optimizer& optimizer = SGD{}) -> std::string {
+    try {
+      Options options;
+      options.groups = std::move(groups);
+      const Rates rates(3, optimizer, options, parameters);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "none";
+  };
+  EXPECT_EQ(built({{is("a"), 0.0, 0.0}, {is("b"), {}, {}}}), "none");
+  using testing::AllOf;
+  using testing::HasSubstr;
+  EXPECT_THAT(built({{is("a"), {}, {}}, {nullptr, {}, {}}}), AllOf(HasSubstr("group 1"), HasSubstr("`match`")));
+  EXPECT_THAT(built({{is("c"), {}, {}}}), HasSubstr("group 0 matches no parameter"));
+  EXPECT_THAT(built({{is("a"), {}, {}}, {is("a"), -0.1, {}}}), HasSubstr("group 1 has lr -0.1"));
+  EXPECT_THAT(built({{is("a"), NAN, {}}}), HasSubstr("group 0 has lr nan"));
+  EXPECT_THAT(built({{is("b"), {}, -1.0}}), HasSubstr("group 0 has weight_decay -1"));
+  EXPECT_THAT(built({{is("b"), {}, NAN}}), HasSubstr("group 0 has weight_decay nan"));
+  EXPECT_THAT(built({}, SGD{.lr = -1}), HasSubstr("learning rate"));
+  EXPECT_THAT(built({}, AdamW{.lr = NAN}), HasSubstr("learning rate"));
+  EXPECT_THAT(built({}, Adam{.eps = NAN}), HasSubstr("eps"));
+
+  Options options;
+  options.groups = {{is("a"), 0.5, 0.25}, {[](const std::string&) { return true; }, {}, {}}};
+  Rates rates(0, SGD{.lr = 0.125, .weight_decay = 0.75}, options, parameters);
+  const auto refused = [&](const std::function<void()>& call) -> std::string {
+    const auto before = rates.settings();
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(rates.settings(), before);
+      return error.what();
+    }
+    return "none";
+  };
+  for (const int group : {-1, 2, 3}) {
+    const auto none = AllOf(HasSubstr(c10::str("no parameter group ", group)), HasSubstr("has 2"));
+    EXPECT_THAT(refused([&] { rates.lr(group); }), none);
+    EXPECT_THAT(refused([&] { rates.set_lr(group, 1); }), none);
+  }
+  for (const double bad : {-0.5, std::nan(""), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
+    EXPECT_THAT(refused([&] { rates.set_lr(bad); }), HasSubstr("must be finite and not negative"));
+    EXPECT_THAT(refused([&] { rates.set_lr(1, bad); }), HasSubstr("must be finite and not negative"));
+  }
+  EXPECT_EQ(refused([&] { rates.set_lr(0); }), "none");
+  EXPECT_EQ(refused([&] { rates.set_lr(1, 0); }), "none");
+  EXPECT_EQ(rates.of("a"), (Rates::Values{0.5, 0.25}));
+  EXPECT_EQ(rates.of("b"), (Rates::Values{0, 0.75}));
+  EXPECT_THAT(rates.group_lrs(), testing::ElementsAre(0.5, 0));
+  for (const Optimizer& none : {Optimizer(NoOptimizer{}), Optimizer(UserOptimizer{})}) {
+    Rates idle(0, none, {}, parameters);
+    EXPECT_EQ(idle.lr(), 0);
+    EXPECT_EQ(idle.of("a"), (Rates::Values{0, 0}));
+    EXPECT_THAT([&] { idle.set_lr(1); }, testing::ThrowsMessage<Error>(HasSubstr("without an optimizer")));
+  }
+  // Each optimizer's own.
+  EXPECT_EQ(Rates(0, Adam{.lr = 0.5, .weight_decay = 2}, {}, parameters).of("a"), (Rates::Values{0.5, 2}));
+  EXPECT_EQ(Rates(0, AdamW{.lr = 0.5, .weight_decay = 2}, {}, parameters).of("a"), (Rates::Values{0.5, 2}));
+  EXPECT_EQ(Rates(0, RMSprop{.lr = 0.5, .weight_decay = 2}, {}, parameters).of("a"), (Rates::Values{0.5, 2}));
+}
+
 // ---- updates
 
 // Ours and the plain one over several steps with changing rates; the final weights of both.
@@ -164,10 +229,55 @@ TEST(Rules, EveryValueCounts) {
   }
 }
 
-// Padding between parameters is zero everywhere, and stays zero.
+// Runs of one call that differ in rate, decay, dtype, count or in being the first: each is updated by its own.
+TEST(Rules, UpdateManyRunsAtOnceAsEachAlone) {
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    SCOPED_TRACE(seed);
+    Draw draw(seed);
+    const Optimizer optimizer = any_optimizer(draw);
+    const Moments moments = moments_of(optimizer);
+    struct One {
+      Operands run;
+      at::Tensor wanted;
+      Plain plain;
+      int64_t count = 0;
+    };
+    std::vector<One> all;
+    for (int64_t i = draw.whole(1, 6); i > 0; --i) {
+      const auto dtype = draw.of<at::ScalarType>({at::kDouble, at::kFloat});
+      const int64_t size = draw.whole(1, 40);
+      One& one = all.emplace_back(One{{}, noise({size}, seed * 10 + i).to(dtype).to(at::kDouble), Plain(optimizer)});
+      one.run.weight = one.wanted.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+      if (moments.momentum) one.run.momentum = at::zeros({size}, dtype);
+      if (moments.mean) one.run.mean = at::zeros({size}, dtype);
+      if (moments.square) one.run.square = at::zeros({size}, dtype);
+    }
+    for (int step = 0; step < 5; ++step) {
+      std::vector<Operands> runs;
+      for (One& one : all) {
+        if (draw.one_in(3)) continue;
+        const at::Tensor gradient = noise(one.wanted.sizes(), draw.whole(0, 1 << 20));
+        one.run.gradient = gradient.to(one.run.weight.scalar_type());
+        one.run.first = one.count++ == 0;
+        one.run.lr = draw.of<double>({0.01, 0.02});
+        one.run.weight_decay = draw.of<double>({0.0, 0.1, 0.2});
+        if (counts_updates(optimizer)) one.run.count = at::full({}, one.count, at::kFloat);
+        one.plain.update(one.wanted, one.run.gradient.to(at::kDouble), one.run.lr, one.run.weight_decay);
+        runs.push_back(one.run);
+      }
+      update(optimizer, runs);
+      for (const One& one : all) {
+        const double tolerance = one.run.weight.scalar_type() == at::kDouble ? 1e-10 : 1e-4;
+        ASSERT_LT(distance(one.run.weight, one.wanted), tolerance) << "optimizer " << optimizer.index() << ", " << step;
+      }
+    }
+  }
+}
+
 TEST(Rules, RefuseValuesOutOfTheirRange) {
   const auto refused = [](const Optimizer& optimizer, const std::string& what) {
-    EXPECT_THAT([&] { check_values(0, optimizer); }, testing::ThrowsMessage<Error>(testing::HasSubstr(what)));
+    EXPECT_THAT([&] { check_values(3, optimizer); },
+                testing::ThrowsMessage<Error>(testing::AllOf(testing::HasSubstr(what), testing::HasSubstr("rank 3:"))));
   };
   refused(SGD{.lr = -1}, "learning rate");
   refused(SGD{.weight_decay = -1}, "weight decay");
@@ -190,6 +300,7 @@ TEST(Rules, RefuseValuesOutOfTheirRange) {
   }
 }
 
+// Padding between parameters is zero everywhere, and stays zero.
 TEST(Rules, LeaveZerosZero) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     Draw draw(seed);

@@ -31,6 +31,8 @@ STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 PATTERNS = {**ROWS, **UNITS}
 REFUSED = {"double backward": "double backward"}  # by torch.compile itself, wherever the whole model is one graph
 AOT_EAGER = compiled.aot_eager_backend
+#: Inductor with torch's kernels instead of its own, which take most of the time: its passes, its order, its memory and its cache are the same.
+NO_KERNELS = {"fallback_by_default": True} if hasattr(torch._inductor.config, "fallback_by_default") else {}
 #: Of the corpus; PLUMB_WHOLE_CORPUS=1 adds what takes longer than a test run should (docs/compiled.md).
 RANKS = [2, 4] if os.environ.get("PLUMB_WHOLE_CORPUS") else [2]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import plumb
 from plumb import compiled
 from stage import STEP, WIDTH, ZERO, Net, Play, make, reference
-from test_compiled import AOT_EAGER
+from test_compiled import AOT_EAGER, NO_KERNELS
 
 
 @dataclasses.dataclass
@@ -80,6 +80,10 @@ def one_graph(face: Any) -> Any:
     return whole(face, fullgraph=True)
 
 
+def by_inductor(face: Any) -> Any:
+    return torch.compile(face, options=NO_KERNELS)
+
+
 def in_place(face: Any) -> Any:
     face.compile(backend=AOT_EAGER)
     return face
@@ -95,6 +99,7 @@ def blocks(model: Any) -> Any:
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "whole": (nothing, whole),
     "in one graph": (nothing, one_graph),
+    "by inductor": (nothing, by_inductor),
     "in place": (nothing, in_place),
     "its blocks": (nothing, blocks),
     "its blocks, before": (blocks, nothing),

@@ -15,9 +15,9 @@ import plumb
 from plumb import _C, compiled, compiled_units
 from programs import ROWS
 from stage import STEP, ZERO, Block, Net, Play, distance, make
-from test_compiled import AOT_EAGER, compare, engine_for, shapes_that_change, two_producers, unused_outputs
+from test_compiled import AOT_EAGER, NO_KERNELS, compare, engine_for, shapes_that_change, two_producers, unused_outputs
 
-LAYERS = 5
+LAYERS = 3
 
 
 class Deep(Net):
@@ -39,7 +39,7 @@ class Again(Deep):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[3].up.weight = self.blocks[1].up.weight
+        self.blocks[2].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor, around: Any = None) -> torch.Tensor:
         return super().forward(super().forward(x))
@@ -98,10 +98,13 @@ def whole(strategy: str) -> dict[str, float]:
     one = functools.partial(torch.compile, backend=AOT_EAGER, fullgraph=True)
     dynamic = functools.partial(one, dynamic=True)
     cases: dict[str, Callable[[], float]] = {
-        "plain": lambda: compare(ROWS["plain"], strategy, world, one),
         "checkpointed": lambda: compare(ROWS["plain"], strategy, world, one, of(Checkpointed)),
     }
+    if strategy == "hsdp":
+        inductor = functools.partial(torch.compile, fullgraph=True, options=NO_KERNELS)
+        cases["by inductor"] = lambda: compare(ROWS["plain"], strategy, world, inductor)
     if strategy == "zero3":
+        cases["plain"] = lambda: compare(ROWS["plain"], strategy, world, one)
         for name in ("two backwards, accumulating", "forward, forward, backward, backward", "used on one rank only"):
             cases[name] = functools.partial(compare, ROWS[name], strategy, world, one)
         cases["without gradients"] = lambda: compare(looks_before, strategy, world, one)
@@ -144,7 +147,10 @@ def most_gathered(kind: type[Net], backend: Any, transport: str) -> tuple[list[R
         return tensor
 
     with engine_for(model, "zero3", world, gather_ahead_bytes=unit) as engine:
-        seen = torch.compile(model, backend=backend, fullgraph=True)
+        if backend == "no kernels":
+            seen = torch.compile(model, fullgraph=True, options=NO_KERNELS)
+        else:
+            seen = torch.compile(model, backend=backend, fullgraph=True)
         for i in range(3):
             before, _, _, ahead = _C.graph_gathers()
             _C.forget_most_gathered()
@@ -168,8 +174,8 @@ def most_gathered(kind: type[Net], backend: Any, transport: str) -> tuple[list[R
 
 CASES = [
     (Deep, AOT_EAGER, "shm"), (Deep, AOT_EAGER, "gloo"), (Deep, "aot_eager", "shm"), (Deep, "inductor", "shm"),
-    (Deep, "inductor", "gloo"), (Checkpointed, AOT_EAGER, "shm"), (Checkpointed, "inductor", "shm"), (Halves, AOT_EAGER, "shm"), (Again, AOT_EAGER, "shm"),
-    (Regions, AOT_EAGER, "shm"), (Regions, "inductor", "shm"),
+    (Deep, "inductor", "gloo"), (Checkpointed, AOT_EAGER, "shm"), (Checkpointed, "no kernels", "shm"), (Halves, AOT_EAGER, "shm"), (Again, AOT_EAGER, "shm"),
+    (Regions, AOT_EAGER, "shm"), (Regions, "no kernels", "shm"),
 ]  # fmt: skip
 
 

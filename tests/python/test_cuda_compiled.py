@@ -13,7 +13,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 import plumb
-from plumb import compiled
+from plumb import _C, compiled
 from programs import ROWS
 from stage import STEP, WIDTH, ZERO, Block, Net, Play, distance, make, reference, trained
 
@@ -119,6 +119,35 @@ def shared_device(strategy: str) -> dict[str, float]:
         outcome["whole"] = far(ROWS["plain"], strategy, fullgraph=True)
         assert compiled.gathers().times > 0 and compiled.gathers().bytes == 0
     return outcome
+
+
+def most_gathered() -> list[tuple[float, float, float]]:
+    """By step, in units: the most that a whole graph had in its forward, what was whole between, and the most in its backward."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo")
+    model = on_gpu()
+    unit = sum(parameter.numel() * parameter.element_size() for parameter in model.blocks[0].parameters())
+    rows = []
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[Block]) as engine:
+        seen = torch.compile(model, backend=compiled.aot_eager_backend, fullgraph=True)
+        for i in range(3):
+            _C.forget_most_gathered()
+            loss = Play(seen, dist.get_rank(), 2, 1.0, engine).loss(i)
+            forward, between = _C.graph_gathers()[2], engine.gathered_bytes
+            _C.forget_most_gathered()
+            loss.backward()
+            rows.append((forward / unit, between / unit, _C.graph_gathers()[2] / unit))
+            engine.step()
+            engine.zero_grad()
+            assert engine.gathered_bytes == 0
+    return rows
+
+
+def test_a_whole_graph_on_a_gpu_has_a_unit_at_a_time() -> None:
+    for rows in plumb.spawn(most_gathered, 2, method="spawn", timeout=500):
+        for forward, between, backward in rows:
+            assert 0.9 < forward < 1.5 and 0.9 < backward < 1.5, (forward, backward)
+            assert between < 1.5, f"{between} units were kept for the backward; of three, the next one may be on its way"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import base64
 import importlib.util
 import pathlib
 from typing import Any
@@ -57,6 +59,62 @@ def test_a_file_with_a_key_twice_is_refused(tmp_path: pathlib.Path) -> None:
     refused(str(file), "'train_batch_size' twice")
     file.write_text("{")
     refused(str(file), "no JSON")
+
+
+def test_a_config_may_have_comments_or_be_base64(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "ds.hjson"
+    file.write_text('{\n  # as people write them\n  train_batch_size: 4\n  "zero_optimization": {"stage": 2,},\n}')
+    if importlib.util.find_spec("hjson") is None:
+        refused(str(file), "install the package hjson")
+    else:
+        parsed = Config(str(file), 2)
+        assert parsed["train_batch_size"] == 4 and parsed["zero_optimization.stage"] == 2
+        file.write_text("{train_batch_size: 4\n train_batch_size: 8}")
+        refused(str(file), "'train_batch_size' twice")
+    packed = base64.urlsafe_b64encode(b'{"train_batch_size": 6}').decode()
+    assert Config(packed, 2)["train_batch_size"] == 6
+    refused(base64.urlsafe_b64encode(b"[1]").decode(), "base64 is a list")
+    refused("no-such-file.json", "cannot be read")
+
+
+def test_the_old_name_of_the_configs_argument() -> None:
+    args = argparse.Namespace(deepspeed_config=None, deepscale_config={"train_batch_size": 2})
+    assert deepspeed.initialize(args=args, model=make())[0].train_batch_size() == 2
+    args.deepspeed_config = {"train_batch_size": 4}
+    with pytest.raises(AssertionError, match="both"):
+        deepspeed.initialize(args=args, model=make())
+
+
+class Buffers(nn.Module):
+    _keep_in_fp32_modules_strict = ["bias_of_*"]
+    _keep_in_fp32_modules = ["table"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("bias_of_experts", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+
+KEPT = [  # keep_in_fp32_modules, buffer_dtype, what half precision -> the buffers that are f32
+    ("auto", None, "bf16", {"bias_of_experts", "table"}), ("auto", "bf16", "bf16", {"bias_of_experts"}),
+    ("auto", "fp16", "fp16", {"bias_of_experts", "table"}), ([], "bf16", "bf16", set()), ([], None, "bf16", {"table"}),
+    (["tab*"], "bf16", "bf16", {"table"}), (["inner.table", "other"], "fp16", "fp16", {"table"}), ("auto", "bf16", "", set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep", "buffers", "half", "wanted"), KEPT)
+def test_buffers_that_a_model_names_stay_f32(keep: Any, buffers: str | None, half: str, wanted: set[str]) -> None:
+    model = nn.ModuleDict({"inner": Buffers()})
+    config = config_of(data_types={"keep_in_fp32_modules": keep, **({"buffer_dtype": buffers} if buffers else {})})
+    deepspeed.initialize(model=model, config={**config, **({half: {"enabled": True}} if half else {})})
+    assert {name.split(".")[1] for name, buffer in model.named_buffers() if buffer.dtype == torch.float32} == wanted
+    assert model["inner"].count.dtype == torch.int64
+
+
+def test_names_of_buffers_are_a_list() -> None:
+    refused({"train_batch_size": 4, "data_types": {"keep_in_fp32_modules": "head"}}, "expected 'auto' or a list")
 
 
 BATCHES = [  # train, micro, accumulation -> what becomes of them on two ranks; None: refused

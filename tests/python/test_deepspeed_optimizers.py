@@ -65,7 +65,7 @@ def test_lion_steps_by_the_sign_of_what_its_paper_mixes(params: dict[str, Any]) 
     for seed in range(5):
         start, gradients = drawn(seed)
         gradients[0][0] = 0.0  # nothing yet: no step
-        expected = lion(list(start), gradients, 0.1, tuple(params.get("betas", (0.9, 0.99))), params.get("weight_decay", 0.0))
+        expected = lion(list(start), gradients, 0.1, tuple(params.get("betas", (0.9, 0.999))), params.get("weight_decay", 0.0))
         assert stepped("Lion", {"lr": 0.1, **params}, start, gradients) == pytest.approx(expected, abs=1e-12)
 
 
@@ -89,7 +89,8 @@ def test_adam_decays_weights_unless_it_is_told_to_decay_gradients(name: str) -> 
     start, gradients = drawn(1)
     for params in ({}, {"weight_decay": 0.2}, {"adam_w_mode": False, "weight_decay": 0.2}, {"amsgrad": True, "betas": [0.5, 0.7]}):
         how = {"weight_decay": 0.0, **params, "betas": tuple(params.get("betas", (0.9, 0.999)))}
-        kind = torch.optim.AdamW if how.pop("adam_w_mode", True) else torch.optim.Adam
+        decoupled = how.pop("adam_w_mode", True) or name == "AdamW"  # a config that says AdamW means it
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         twin = nn.Parameter(torch.tensor(start, dtype=torch.float64))
         optimizer = kind([twin], lr=0.1, **how)
         for gradient in gradients:
@@ -99,17 +100,54 @@ def test_adam_decays_weights_unless_it_is_told_to_decay_gradients(name: str) -> 
     # Groups that come later are of the same kind.
     late = optimizers.build(name, {"lr": 0.1, "adam_w_mode": False}, [nn.Parameter(torch.zeros(1))])
     late.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    assert [group["decoupled_weight_decay"] for group in late.param_groups] == [False, False]
+    assert [group["decoupled_weight_decay"] for group in late.param_groups] == [name == "AdamW"] * 2
+
+
+def test_torch_adam_is_torchs_with_its_own_defaults() -> None:
+    def built(kind: str, **params: Any) -> torch.optim.Optimizer:
+        return optimizers.build(kind, {"lr": 0.1, "torch_adam": True, **params}, [nn.Parameter(torch.zeros(1))])
+
+    assert type(built("AdamW", foreach=False)) is torch.optim.AdamW
+    assert built("AdamW").param_groups[0]["weight_decay"] == 0.01 and built("AdamW", foreach=False).param_groups[0]["foreach"] is False
+    assert type(built("Adam")) is torch.optim.AdamW and type(built("Adam", adam_w_mode=False)) is torch.optim.Adam
+    ours = optimizers.build("AdamW", {"lr": 0.1, "torch_adam": False}, [nn.Parameter(torch.zeros(1))])
+    assert ours.param_groups[0]["weight_decay"] == 0.0
+
+
+def test_optimizers_for_the_cpu_take_deepspeeds_arguments_in_their_order() -> None:
+    p = [nn.Parameter(torch.zeros(1))]
+    adam = deepspeed.ops.adam.DeepSpeedCPUAdam(p, 0.1, True, (0.8, 0.9), 1e-6, 0.25, False, False, True).param_groups[0]
+    assert (adam["lr"], adam["betas"], adam["eps"], adam["weight_decay"]) == (0.1, (0.8, 0.9), 1e-6, 0.25)
+    assert adam["decoupled_weight_decay"] is False
+    fused = deepspeed.ops.adam.FusedAdam(p, 0.1, True, (0.8, 0.9), 1e-6, False, 0.25).param_groups[0]
+    assert fused["weight_decay"] == 0.25 and fused["decoupled_weight_decay"] is False
+    assert deepspeed.ops.adam.DeepSpeedCPUAdam(model_params=p, adamw_mode=True).param_groups[0]["decoupled_weight_decay"] is True
+    lion = deepspeed.ops.lion.DeepSpeedCPULion(model_params=p, weight_decay=0.5, fp32_optimizer_states=False).param_groups[0]
+    assert lion["betas"] == (0.9, 0.999) and lion["weight_decay"] == 0.5
+    assert deepspeed.ops.lion.FusedLion(p, set_grad_none=False).param_groups[0]["betas"] == (0.9, 0.999)
+    adagrad = deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(p, 0.1, 1e-6, 0.5).param_groups[0]
+    assert (adagrad["lr"], adagrad["eps"], adagrad["weight_decay"]) == (0.1, 1e-6, 0.5)
+
+
+CPU = {
+    "adam": lambda p: deepspeed.ops.adam.DeepSpeedCPUAdam(p, lr=0.05, weight_decay=0.1, adamw_mode=False),
+    "adagrad": lambda p: deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(p, lr=0.05, weight_decay=0.1),
+    "lion": lambda p: deepspeed.ops.lion.DeepSpeedCPULion(p, lr=0.05, weight_decay=0.1),
+}
 
 
 def trained(kind: str, stage: int) -> list[float]:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": kind, "params": {"lr": 0.05, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    given = None
+    if kind in CPU:
+        given = CPU[kind](model.parameters())
+        del config["optimizer"]
+    engine = deepspeed.initialize(model=model, optimizer=given, config=config)[0]
     size = 4 // engine.world_size
     for i in range(3):
         x = torch.arange(12, dtype=torch.float64).view(4, 3).sin() + i
@@ -121,7 +159,7 @@ def trained(kind: str, stage: int) -> list[float]:
     return whole.tolist()
 
 
-@pytest.mark.parametrize("kind", ["Lion", "Lamb"])
+@pytest.mark.parametrize("kind", ["Lion", "Lamb", *CPU])
 def test_under_every_stage_they_step_as_in_one_process(kind: str) -> None:
     (expected,) = plumb.spawn(trained, 1, (kind, 0))
     for stage in (0, 1, 2, 3):

@@ -105,3 +105,28 @@ def changes_the_model() -> str:
 def test_a_model_that_changed_its_dtype_is_refused() -> None:
     for said in plumb.spawn(changes_the_model, 2):
         assert "first" in said or "last" in said or "blocks" in said, said
+
+
+def steps_sparse_gradients(face: str) -> str:
+    table = nn.Sequential(nn.Embedding(6, 2, sparse=True))
+    torch.distributed.init_process_group("gloo")
+    try:
+        model: Any = table
+        if face == "DistributedDataParallel":
+            model = plumb.DistributedDataParallel(table)
+        elif face == "fully_shard":
+            plumb.fully_shard(table)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+        if face not in ("DistributedDataParallel", "fully_shard"):
+            plumb.Engine(table, optimizer, strategy=face)
+        model(torch.tensor([1, 4])).sum().backward()
+        optimizer.step()
+    except plumb.Error as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("face", ["ddp", "zero1", "DistributedDataParallel", "fully_shard"])
+def test_an_optimizer_of_sparse_gradients_is_refused_by_name_on_every_rank(face: str) -> None:
+    for said in plumb.spawn(steps_sparse_gradients, 2, (face,)):
+        assert "SparseAdam steps sparse gradients alone" in said, said

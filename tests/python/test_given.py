@@ -140,3 +140,52 @@ def test_objects_among_the_options_arrive(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_mesh_of_two_numbers_is_replicas_and_shards() -> None:
     assert (plumb.given.mesh((2, 3)).replicate, plumb.given.mesh((2, 3)).shard) == (2, 3)
+
+
+def test_whole_numbers_are_what_python_takes_for_an_index() -> None:
+    numbers = (0, -7, 2**63 - 1, 1 - 2**63, torch.tensor(4))
+    assert [plumb.given.whole(number, "it") for number in numbers] == [0, -7, 2**63 - 1, 1 - 2**63, 4]
+    for value in (1.5, "3", None, torch.tensor(2.0)):
+        with pytest.raises(plumb.Error, match="it is .*; expected a whole number"):
+            plumb.given.whole(value, "it")
+    for value in (2**63, -(2**63)):
+        with pytest.raises(plumb.Error, match="expected less than"):
+            plumb.given.whole(value, "it")
+
+
+def test_what_has_no_shape_yet_is_refused_by_name() -> None:
+    with pytest.raises(plumb.Error, match="'1.weight' is of a lazy module"):
+        plumb.Engine(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), plumb.SGD(lr=1.0))
+    for pairs in ([("w", 3)], [(3, torch.ones(2))], [("w",)], 7):
+        with pytest.raises(plumb.Error, match="expected a module, or pairs of a name and a tensor"):
+            plumb.Engine(pairs, plumb.SGD(lr=1.0))
+
+
+def test_a_group_may_be_one_already() -> None:
+    assert unmoved([plumb.ParameterGroup({"1.bias"}, lr=0.0)]) == {"1.bias"}  # type: ignore[list-item]
+
+
+def test_state_of_a_parameter_as_a_whole_is_told_from_that_of_its_elements() -> None:
+    from plumb.optim import is_number
+
+    matrix, scalar = torch.ones(2, 3), torch.ones(())
+    assert is_number("step", torch.tensor(1.0), matrix) and is_number("anything", torch.tensor(1.0), matrix)
+    assert is_number("step", torch.tensor(1.0), scalar) and is_number("mu_product", torch.tensor(1.0), scalar)
+    assert not is_number("exp_avg", torch.tensor(1.0), scalar)
+    assert not is_number("exp_avg", torch.ones(2, 3), matrix) and not is_number("step", torch.ones(1), matrix)
+
+
+def test_parts_of_the_state_are_joined_in_the_order_of_memory() -> None:
+    from plumb.optim_whole import _joined
+
+    for parameter in (torch.zeros(3, 4), torch.zeros(4, 3).t(), torch.zeros(12)):
+        flat = torch.arange(12.0)
+        parts: list[Any] = [
+            (0, {"average": flat[:5]}, {"step": 3}),
+            (5, {}, {"step": 4, "late": "x"}),
+            (5, {"average": flat[5:]}, {}),
+        ]
+        made = _joined(parameter, parts)
+        assert torch.equal(made.pop("average"), flat.as_strided(parameter.shape, parameter.stride()))
+        assert made == {"step": 3, "late": "x"}, "of the first rank that has it"
+    assert _joined(torch.zeros(2), [(0, {}, {}), (1, {}, {})]) == {}

@@ -332,6 +332,7 @@ TEST(Folders, AreMadeListedRenamedAndRemoved) {
   EXPECT_THAT(names_in(scratch.path("a")), ElementsAre("b", "c", "m", "z"));
   EXPECT_THAT(refused([&] { names_in(scratch.path("a/z")); }), HasSubstr("cannot read the folder"));
   EXPECT_THAT(refused([&] { make_folder(scratch.path("a/z")); }), HasSubstr("a/z'"));
+  EXPECT_THAT(refused([&] { make_folder(scratch.path("a/z/below")); }), HasSubstr("Not a directory"));
   EXPECT_THAT(refused([&] { sync_folder(scratch.path("a/z")); }), HasSubstr("cannot open the folder"));
   EXPECT_NO_THROW(sync_folder(scratch.path("a")));
   make_folder(scratch.path("d"));  // empty: the system alone would replace it
@@ -364,6 +365,24 @@ TEST(Names, AreThoseOfCheckpointsInTheOrderOfTheirNumbers) {
     EXPECT_THAT(named.path, HasSubstr("-step-" + std::to_string(named.step)));
   }
   EXPECT_EQ(found, (std::vector<std::pair<int64_t, int64_t>>{{2, 5}, {9, 12}, {10, 7}, {123456789, 0}}));
+}
+
+// Of one number, as somebody's copy may have it: by their names, however many there are.
+TEST(Names, OfOneNumberAreInTheirOwnOrder) {
+  Scratch scratch;
+  std::vector<std::string> wanted;
+  for (int step = 0; step < 60; ++step) {
+    wanted.push_back(scratch.path("save-7-step-" + std::to_string(step)));
+    make_folder(wanted.back());
+  }
+  std::sort(wanted.begin(), wanted.end());
+  wanted.insert(wanted.begin(), scratch.path("save-6-step-99"));
+  make_folder(wanted.front());
+  std::vector<std::string> found;
+  for (const Named& named : checkpoints_in(scratch.path(""))) {
+    found.push_back(scratch.path(std::filesystem::path(named.path).filename().string()));
+  }
+  EXPECT_EQ(found, wanted);
 }
 
 TEST(Names, GoOnFromTheLargestNumber) {

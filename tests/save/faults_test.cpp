@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "save/checkpoint.h"
+#include "save/file.h"
 #include "save/folder.h"
 #include "save/support/calls.h"
 #include "save/support/folder.h"
@@ -147,6 +148,47 @@ TEST(Faults, AnErrorOfTheDiskIsHeardWhereverItIsTold) {
     EXPECT_THAT(said, fails ? testing::HasSubstr("cannot bring to the disk") : testing::HasSubstr("none"));
     one.check(!fails);
   }
+}
+
+// Some file systems have nothing to sync in a folder; whatever else a disk says there is an error.
+TEST(Faults, AFolderThatHasNothingToSyncIsOnTheDisk) {
+  const Scratch scratch;
+  const std::string folder = scratch.path("folder");
+  save::make_folder(folder);
+  const auto synced = [&](int error) -> std::string {
+    std::string said = "well";
+    calls::watch(folder, calls::Fault::error, error != 0 ? 2 : 0, error);  // the one behind the opening
+    try {
+      save::sync_folder(folder);
+    } catch (const Error& failure) {
+      said = failure.what();
+    }
+    calls::stop();
+    return said;
+  };
+  EXPECT_EQ(synced(EINVAL), "well");
+  EXPECT_THAT(synced(EIO), testing::HasSubstr("cannot bring to the disk the folder '" + folder));
+  // A program that closed its standard input opens its next file under that number.
+  const int before = dup(0);
+  close(0);
+  EXPECT_EQ(synced(0), "well");
+  std::string said = "well";
+  try {
+    save::NewFile file(folder + "/file");
+    file.write("bytes", 5);
+    errno = ENOSPC;  // of before: it says nothing of this file
+    file.flush();
+    file.finish();
+    const save::OldFile again(folder + "/file");
+    char bytes[5];
+    again.read(0, bytes, 5);
+    EXPECT_EQ(std::string(bytes, 5), "bytes");
+  } catch (const Error& failure) {
+    said = failure.what();
+  }
+  dup2(before, 0);
+  close(before);
+  EXPECT_EQ(said, "well");
 }
 
 TEST(Faults, NothingIsNamedOrRemovedBeforeItIsSafe) {

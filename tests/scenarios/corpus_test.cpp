@@ -45,7 +45,7 @@ TEST_P(CorpusTogether, EqualsTheReference) {
   const bool pieces = plumb::strategy(strategy).gradient == Placement::sharded;
   if (pieces && !scenario.refused_with_pieces.empty()) GTEST_SKIP() << "refused where gradients are sharded";
   const Outcome expected = play_reference(scenario, 3);
-  EXPECT_EQ(difference(expected, play_engine(scenario, 3, strategy, 2, /*dear=*/true), scenario.tolerance), "");
+  EXPECT_EQ(difference(expected, play_engine(scenario, 3, strategy, 2, Medium::dear), scenario.tolerance), "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, CorpusTogether,

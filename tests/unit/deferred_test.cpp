@@ -153,7 +153,9 @@ TEST(RowsKept, ByEachRankAreItsShardAndTogetherTheParameter) {
             EXPECT_TRUE(deferred::waits(parameters[i]));
             EXPECT_THAT([&] { parameters[i].sum(); },
                         testing::Throws<std::exception>(testing::Property(
-                            &std::exception::what, testing::HasSubstr("build the plumb::Engine first"))));
+                            &std::exception::what,
+                            testing::AllOf(testing::HasSubstr("build the plumb::Engine first"),
+                                           testing::HasSubstr(c10::str("plumb: rank ", world.rank(), ":"))))));
           }
         }
         Engine engine(world, *rows.net, SGD{.lr = 0.1},

@@ -145,6 +145,18 @@ TEST(Inside, AStepLeavesTheGraphsMemoryAloneAndTheNextGatherIsNew) {
   });
 }
 
+TEST(Inside, AChangeThatWasLostIsToldToAGraphToo) {
+  run_local(2, [](World world) {
+    Sharded sharded(world, Gather::in_place);
+    {
+      at::NoGradGuard no_grad;
+      sharded.net->layers[1]->weight.fill_(1);
+    }
+    EXPECT_THAT([&] { gather({sharded.parameters[0]}); }, ThrowsMessage<Error>(HasSubstr("changed through its unit")));
+    EXPECT_TRUE(gather({sharded.parameters[0]})[0].equal(sharded.values[0])) << "told once";
+  });
+}
+
 // Two engines of one process: each gathers its own.
 TEST(Inside, ParametersOfTwoEnginesAreGatheredByTheirOwn) {
   run_local(2, [](World world) {

@@ -393,6 +393,26 @@ TEST(Lifetime, GathersThatMixedUnitsNeverReachAnOptimizer) {
   }
 }
 
+// Whichever of several ranks it is that differs.
+TEST(Lifetime, GathersThatDifferAreToldWithTheRankAndTheUnits) {
+  for (const int who : {1, 2}) {
+    std::string said = "nothing";
+    try {
+      on_ranks(3, Gather::together, [&](World world, Chain& net, Engine& engine) {
+        engine.impl().reducer->fault = Fault::gather_unnamed;
+        at::Tensor h = ones;
+        for (int i : {0, 1, world.rank() == who ? 3 : 2}) h = torch::tanh(net.layers[i]->forward(h));
+        h.sum().backward();
+      });
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    EXPECT_THAT(said, testing::AllOf(testing::HasSubstr("rank 0 gathered the parameters beside 'layer2."),
+                                     testing::HasSubstr("where rank " + std::to_string(who) + " gathered"),
+                                     testing::HasSubstr("'layer3."), testing::HasSubstr("as gather 3 of this pass")));
+  }
+}
+
 // ---- changes
 
 TEST(Lifetime, WhatIsWrittenThroughAUnitInsideAWriteScopeIsKept) {

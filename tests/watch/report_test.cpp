@@ -54,6 +54,57 @@ RC_GTEST_PROP(Report, OfATextThatWasCutIsNoCrash, ()) {
   Report::decode(*rc::gen::arbitrary<std::string>());
 }
 
+// However much of a text is there: what it says of a field is the field, and what it does not say is as in a report of
+// nothing. A detail that is not all there is none.
+TEST(Report, OfATextThatWasCutSaysNothingThatItDidNot) {
+  Report whole;
+  whole.state = Report::State::failed;
+  whole.beat = 3;
+  whole.issued = {4, 5, 6};
+  whole.last = {Point::agree, 7, 8, 9, Point::join};
+  whole.wait = 2;
+  whole.ticket = {.group = gather_index, .number = 3, .circle = 4, .what = 5};
+  whole.where = {Where::Kind::step, 6, 7, "detail"};
+  whole.origin = 8;
+  whole.message = "message";
+  const Report nothing;
+  const std::string text = whole.encode();
+  const auto fields = [](const Report& r) {
+    return std::vector<int64_t>{static_cast<int64_t>(r.state),
+                                r.beat,
+                                r.issued[0],
+                                r.issued[1],
+                                r.issued[2],
+                                static_cast<int64_t>(r.last.point),
+                                r.last.step,
+                                r.last.pass,
+                                r.last.index,
+                                static_cast<int64_t>(r.last.beside),
+                                r.wait,
+                                r.ticket.group,
+                                r.ticket.number,
+                                r.ticket.circle,
+                                r.ticket.what,
+                                static_cast<int64_t>(r.where.kind),
+                                r.where.step,
+                                r.where.pass,
+                                r.origin};
+  };
+  const auto said = fields(whole), unsaid = fields(nothing);
+  for (size_t length = 0; length <= text.size(); ++length) {
+    const Report cut = Report::decode(text.substr(0, length));
+    const auto found = fields(cut);
+    const auto known = static_cast<size_t>((length + 1) / 2);  // digits, with blanks between
+    for (size_t i = 0; i < found.size(); ++i) {
+      EXPECT_EQ(found[i], i < known ? said[i] : unsaid[i]) << "field " << i << " of " << text.substr(0, length);
+    }
+    const size_t behind = text.size() - length;
+    EXPECT_EQ(cut.where.detail, behind > 7 ? "" : "detail") << length;
+    EXPECT_EQ(cut.message, behind > 7 ? "" : std::string("message").substr(0, 7 - behind)) << length;
+  }
+  for (const char* other : {"x", "\n", "x y\nz"}) EXPECT_EQ(fields(Report::decode(other)), unsaid) << other;
+}
+
 TEST(Describe, SaysInWhichPlaceARankIs) {
   EXPECT_EQ(describe(Where{}), "the set-up");
   EXPECT_EQ(describe(Where{Where::Kind::backward, 5, 2, "reduction of bucket 3"}),
@@ -89,6 +140,36 @@ TEST(Describe, SaysWhichPointWasPassed) {
   EXPECT_STREQ(name_of(static_cast<Point>(-1)), "none");
   EXPECT_STREQ(name_of(static_cast<Point>(kPoints)), "none");
   EXPECT_STREQ(name_of(Point::exit), "exit");
+}
+
+// A report is read from a store that somebody else may write to: of what is cut short, nothing is made up.
+TEST(Encoded, ReportsThatAreCutShortSayWhatIsWhole) {
+  Report report;
+  report.state = Report::State::failed;
+  report.beat = 12;
+  report.issued = {3, 4, 5};
+  report.last = {Point::gather, 6, 7, 8};
+  report.last.beside = Point::write;
+  report.wait = 9;
+  report.ticket = {.group = control_index, .number = 10, .circle = 11, .what = 12};
+  report.where = {Where::Kind::step, 13, 14, "the detail"};
+  report.origin = 2;
+  report.message = "the message\nand its trace";
+  const std::string text = report.encode();
+  const Report whole = Report::decode(text);
+  EXPECT_EQ(whole.encode(), text);
+  EXPECT_EQ(whole.where.detail, "the detail");
+  EXPECT_EQ(whole.message, report.message);
+  EXPECT_EQ(Report::decode("").state, Report::State::running);
+  EXPECT_EQ(Report::decode("nonsense").state, Report::State::running);
+  const size_t body = text.find('\n') + 1;
+  for (size_t cut = 0; cut < text.size(); ++cut) {
+    const Report found = Report::decode(text.substr(0, cut));
+    const bool has_detail = cut >= body + report.where.detail.size();
+    EXPECT_EQ(found.where.detail, has_detail ? "the detail" : "") << cut;
+    EXPECT_TRUE(report.message.starts_with(found.message)) << cut;
+    EXPECT_EQ(found.message.size(), has_detail ? cut - body - report.where.detail.size() : 0) << cut;
+  }
 }
 
 TEST(Text, LosesItsPrefixAndItsTrace) {

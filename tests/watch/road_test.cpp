@@ -4,8 +4,12 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <functional>
 
 #include "plumb/error.h"
 #include "watch/strike.h"
@@ -80,6 +84,36 @@ TEST(Road, OfEveryRankIsOnTheBoardAndOutlivesIt) {
   }
 }
 
+// More than a page of ranks; those whose places it does not have keep to themselves.
+TEST(Road, OfManyRanksHasItsPlaceOnTheirBoard) {
+  const Board board(500);
+  setenv(kBoardFd, std::to_string(board.fd()).c_str(), 1);
+  const auto passed = [](int rank, int64_t step) {
+    Road road(rank);
+    road.use_board();
+    road.pass(Point::update, step, 2);
+    return road.last().step;
+  };
+  for (const int rank : {0, 1, 102, 103, 499}) {
+    EXPECT_EQ(passed(rank, rank + 1), rank + 1);
+    EXPECT_EQ(board.of(rank).step, rank + 1);
+  }
+  EXPECT_EQ(board.of(2).point, Point::none);
+  EXPECT_EQ(board.of(498).point, Point::none);
+  for (const int rank : {500, 501, 100'000}) {
+    EXPECT_EQ(passed(rank, 7), 7);
+    Road again(rank);
+    again.use_board();
+    EXPECT_EQ(again.last().point, Point::none) << "it saw the other of its number";
+  }
+  for (const std::string& wrong : {std::to_string(board.fd()) + "x", std::string("x"), std::string("-1")}) {
+    setenv(kBoardFd, wrong.c_str(), 1);
+    EXPECT_EQ(passed(2, 7), 7);
+    EXPECT_EQ(board.of(2).point, Point::none) << wrong;
+  }
+  unsetenv(kBoardFd);
+}
+
 TEST(Strikes, AreRead) {
   const std::vector<Strike> all = read_strikes("rank=1,point=gather:3,kind=kill;;rank=0,point=exit,kind=throw");
   ASSERT_EQ(all.size(), 3u);
@@ -145,6 +179,82 @@ TEST(Strikes, StrikeTheRankAtThePointTheTimeAndInTheLifeThatWereAskedFor) {
   unsetenv("PLUMB_FAULT");
   arm_strike();
   EXPECT_FALSE(strikes::armed);
+}
+
+class Armed {
+ public:
+  explicit Armed(const char* fault) { setenv("PLUMB_FAULT", fault, 1); }
+  ~Armed() {
+    unsetenv("PLUMB_FAULT");
+    arm_strike();
+  }
+};
+
+std::string struck(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Strikes, SayWhomTheyStrikeWhereAndHow) {
+  const Armed armed("rank=2,point=reduce:2,kind=throw");
+  Road road(2);
+  road.pass(Point::reduce, 0, 1);
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(struck([&] { road.pass(Point::reduce, 0, 1); }),
+            "plumb: rank 2: PLUMB_FAULT asked for an error at reduce:2");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "plumb: PLUMB_FAULT strikes rank 2 at reduce:2: throw\n");
+  EXPECT_EQ(struck([&] { road.pass(Point::reduce, 0, 1); }), "") << "once";
+}
+
+TEST(Strikes, CountTheTimesOfARankWhateverEnginesItMakes) {
+  const Armed armed("rank=0,point=save:3,kind=throw");
+  for (int i = 1; i <= 4; ++i) {
+    Road road(0);  // reads the variable again, and it is the same
+    EXPECT_EQ(struck([&] { road.pass(Point::save); }) != "", i == 3) << i;
+  }
+}
+
+// The thread that saves passes its points beside those of the training.
+TEST(Strikes, AlsoStrikeBesideTheRoad) {
+  const Armed armed("rank=0,point=write:2,kind=throw");
+  Road road(0), other(1);
+  other.beside(Point::write);
+  road.beside(Point::write);
+  road.beside(Point::none);
+  EXPECT_NE(struck([&] { road.beside(Point::write); }), "");
+}
+
+TEST(Strikes, ThatCannotBeReadAreToldEveryTime) {
+  const Armed armed("rank=0,point=save,kind=maim");
+  for (int i = 0; i < 2; ++i) EXPECT_THAT(struck([] { Road road(0); }), HasSubstr("'kind=maim' says nothing"));
+  EXPECT_FALSE(strikes::armed);
+  unsetenv("PLUMB_FAULT");
+}
+
+TEST(Strikes, EndOrStopTheProcess) {
+  for (const bool kills : {true, false}) {
+    const Armed armed(kills ? "rank=0,point=step,kind=kill" : "rank=0,point=step,kind=stop");
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      Road road(0);
+      road.pass(Point::step);
+      _exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, WUNTRACED), child);
+    EXPECT_TRUE(kills ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
+                      : WIFSTOPPED(status) && WSTOPSIG(status) == SIGSTOP)
+        << status;
+    if (!kills) {
+      kill(child, SIGKILL);
+      waitpid(child, &status, 0);
+    }
+  }
 }
 
 TEST(Strikes, FlipOneBitOnce) {

@@ -3,83 +3,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <thread>
-
-#include "plumb/error.h"
+#include "watch/support/scene.h"
 
 namespace plumb {
 namespace {
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
+using namespace test;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-constexpr int kMe = 1;
-const Where kBackward{Where::Kind::backward, 5, 2, "reduction of bucket 3"};
-
-struct Endless : c10d::Work {
-  bool isCompleted() override { return false; }
-  bool wait(milliseconds limit) override {
-    std::this_thread::sleep_for(limit);
-    throw std::runtime_error("a slice is over");
-  }
-};
-
-// What everybody says; `ask` may change it between two looks.
-struct Said {
-  std::vector<ReportChannel::Heard> heard;
-  std::function<void(Said& said)> ask = [](Said&) {};
-  bool answers = true, beats = false;
-  std::string trouble, objection;
-  std::vector<Report> published;
-  int looks = 0;
-};
-
-struct FakeChannel : ReportChannel {
-  explicit FakeChannel(Said& said) : said(said) {}
-  void publish(const Report& report) override { said.published.push_back(report); }
-  std::optional<std::vector<Heard>> read(milliseconds) override {
-    ++said.looks;
-    said.ask(said);
-    return said.answers ? std::optional(said.heard) : std::nullopt;
-  }
-  std::string trouble() override { return said.trouble; }
-  bool beats() const override { return said.beats; }
-  const std::string* objection() const override { return said.objection.empty() ? nullptr : &said.objection; }
-  void leave() override {}
-  Said& said;
-};
-
-struct Scene : Said {
-  explicit Scene(int ranks = 4, milliseconds timeout = milliseconds(40))
-      : watch(kMe, ranks, timeout, milliseconds(1), progress, std::make_unique<FakeChannel>(*this)) {
-    heard.resize(ranks);
-    for (ReportChannel::Heard& one : heard) one.changed = Clock::now();
-    progress->issued[data_index] = 7;
-  }
-  Report& of(int rank) { return heard[rank].report; }
-  // It has issued as many collectives of the data group as this rank waits for, or not.
-  void came(int rank) { of(rank).issued[data_index] = 7; }
-  std::string waiting(Ticket ticket = {.group = data_index, .number = 7}) {
-    Endless work;
-    try {
-      watch.wait(work, kBackward, ticket);
-    } catch (const Error& error) {
-      EXPECT_TRUE(watch.failed());
-      EXPECT_EQ(published.back().state, Report::State::failed);
-      EXPECT_THROW(watch.check(), Error);
-      return error.what();
-    }
-    return "";
-  }
-
-  std::shared_ptr<Progress> progress = std::make_shared<Progress>(kMe);
-  Watch watch;
-};
 
 TEST(Watch, NamesWhoDidNotCome) {
   Scene scene;
@@ -123,6 +56,7 @@ TEST(Watch, NamesAFewOfManyThatWaitAsItDoes) {
 TEST(Watch, WhereEverybodyCameNamesTheSilentOrTheNetwork) {
   Scene well;
   for (int r = 0; r < 4; ++r) well.came(r);
+  well.heard[2].changed = Clock::now() - seconds(3600);  // where nobody tells that he lives, silence says nothing
   EXPECT_THAT(well.waiting(), HasSubstr("every rank came, but the data did not"));
   Scene hangs;
   hangs.beats = true;
@@ -252,6 +186,18 @@ TEST(Watch, RanksThatSayDifferentThingsOfOneMessageAreToldBoth) {
   alike.of(0).state = Report::State::waiting;
   alike.of(0).ticket = mine;
   EXPECT_THAT(alike.waiting(mine), HasSubstr("every rank came"));
+  // Of another message, another circle or another group it may say what it likes.
+  for (const Ticket& its : {Ticket{.group = gather_index, .number = 8, .circle = 42, .what = 2},
+                            Ticket{.group = gather_index, .number = 7, .circle = 43, .what = 2},
+                            Ticket{.group = data_index, .number = 7, .circle = 42, .what = 2}}) {
+    Scene another;
+    another.watch.belong(42);
+    for (int r = 0; r < 4; ++r) another.of(r).issued[gather_index] = 8;
+    another.of(0).issued[data_index] = 7;
+    another.of(0).state = Report::State::waiting;
+    another.of(0).ticket = its;
+    EXPECT_THAT(another.waiting(mine), HasSubstr("every rank came")) << its.number << its.circle << its.group;
+  }
 }
 
 TEST(Watch, ARankThatLeftIsNamedWhereItIsNeeded) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,14 +44,38 @@ def cast(module: nn.Module, config: Config) -> None:
             raise ConfigError(f"offloading to the CPU is not supported here, and '{name}' is on {parameter.device}")
         if half is not None and parameter.dtype in floats and parameter.dtype != half:
             parameter.data = parameter.data.to(half)
-    for buffer in module.buffers():
-        if buffers is not None and buffer.dtype in floats:
-            buffer.data = buffer.data.to(buffers)
+    kept = _kept_in_f32(module, config)
+    for name, buffer in module.named_buffers():
+        wanted = torch.float32 if kept(name) else buffers
+        if wanted is not None and buffer.dtype in floats:
+            buffer.data = buffer.data.to(wanted)
+
+
+def _kept_in_f32(module: nn.Module, config: Config) -> Callable[[str], bool]:
+    """Whether a buffer of this name is f32 beside half-precision parameters. A name of the list matches anywhere in the
+    buffer's; models of transformers bring lists of their own, of which one is for f16 alone."""
+    given, patterns = config["data_types.keep_in_fp32_modules"], []
+    if config.half is None:
+        return lambda name: False
+    if given == "auto":
+        lists = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 2 if config.half == torch.float16 else 1]
+        for owner, child in module.named_modules():
+            inside = f"^{re.escape(owner)}\\..*" if owner else ""
+            patterns += [inside + _pattern(one) for each in lists for one in getattr(child, each, None) or ()]
+    else:
+        patterns = [_pattern(one) for one in given]
+    found = re.compile("|".join(patterns)) if patterns else None
+    return lambda name: found is not None and found.search(name) is not None
+
+
+def _pattern(name: str) -> str:
+    return name.replace("*", ".*")
 
 
 def optimizer(module: nn.Module, config: Config, given: Any, parameters: Any) -> torch.optim.Optimizer | None:
     """The user's, or what his function returns, or what the config names."""
-    wanted = [p for p in module.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    # Also those that are frozen: who unfreezes them later wants them trained.
+    wanted = list(module.parameters() if parameters is None else parameters)
     kind = config["optimizer.type"]
     if given is not None:
         made = given if isinstance(given, torch.optim.Optimizer) else given(wanted) if callable(given) else None
@@ -61,7 +87,7 @@ def optimizer(module: nn.Module, config: Config, given: Any, parameters: Any) ->
         return made
     if kind is None:
         return None
-    if not wanted:
+    if not wanted or (parameters is None and not any(p.requires_grad for p in wanted)):
         raise ConfigError("the DeepSpeed config names an optimizer, and the model has no parameter that is trained")
     return optimizers.build(kind, config["optimizer.params"] or {}, wanted)
 
@@ -94,7 +120,7 @@ def loss_scale(config: Config) -> LossScale | None:
             2.0 ** config["fp16.initial_scale_power"],
             interval=config["fp16.loss_scale_window"],
             minimum=config["fp16.min_loss_scale"],
-            hysteresis=config["fp16.hysteresis"],
+            hysteresis=config.hysteresis,
             consecutive_hysteresis=config["fp16.consecutive_hysteresis"],
             delay=1,
         )

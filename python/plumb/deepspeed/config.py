@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from .._C import Error
+from .errors import ConfigError as ConfigError
+from .read import load
 
 WORKS, NOTHING, RAISES = "works", "no-op by design", "raises"
-
-
-class ConfigError(Error, ValueError, AssertionError):
-    """A config that cannot be honoured. Where DeepSpeed asserts, or finds a wrong value, its own checks find it, too."""
 
 
 class Key(NamedTuple):
@@ -190,7 +185,7 @@ TABLE: tuple[Section, ...] = (
             Key("loss_scale", "float", 0.0, WORKS, "0: dynamic; otherwise the scale"),
             Key("initial_scale_power", "int", 16, WORKS, "the first dynamic scale is 2 to this"),
             Key("loss_scale_window", "int", 1000, WORKS, "good steps until the scale doubles"),
-            Key("hysteresis", "int", 2, WORKS, "skipped steps until the scale halves"),
+            Key("hysteresis", "int", 2, WORKS, "skipped steps until the scale halves; in stage 0 each one does"),
             Key("consecutive_hysteresis", "bool", False, WORKS, "a good step begins that count again"),
             Key("min_loss_scale", "float", 1.0, WORKS, "the least dynamic scale"),
             Key("auto_cast", "bool", False, WORKS, "floating-point inputs of the model are cast to f16"),
@@ -214,7 +209,7 @@ TABLE: tuple[Section, ...] = (
             Key("grad_accum_dtype", "dtype", None, WORKS, "what gradients are summed in; by default f32 with bf16 or fp16"),
             Key("param_dtype", "dtype", None, WORKS, "must agree with fp16 and bf16"),
             Key("buffer_dtype", "dtype", None, WORKS, "floating-point buffers are cast to it"),
-            _nothing("keep_in_fp32_modules", "any", "auto", "buffers stay as they are unless buffer_dtype says otherwise"),
+            Key("keep_in_fp32_modules", "any", "auto", WORKS, "buffers of these names are f32 beside half precision; auto: transformers' own lists"),
         ),
     ),
     Section(
@@ -282,7 +277,7 @@ class Config:
     """A parsed config. ``config["zero_optimization.stage"]`` is a value, the default where nobody gave one."""
 
     def __init__(self, given: Any, world_size: int) -> None:
-        self.given = _load(given)
+        self.given = load(given)
         self.world_size = world_size
         self.values: dict[str, Any] = {}
         self.was_given: set[str] = set()
@@ -354,6 +349,9 @@ class Config:
             raise ConfigError(f"data_types.param_dtype is {param}, and fp16 and bf16 say {self.half or torch.float32}")
         if self["torch_autocast.enabled"] and self["torch_autocast.dtype"] != torch.bfloat16:
             raise ConfigError("torch_autocast.dtype is float16, which needs a loss scaler: use the section 'fp16'")
+        kept = self["data_types.keep_in_fp32_modules"]
+        if kept != "auto" and not (isinstance(kept, list) and all(isinstance(one, str) for one in kept)):
+            raise ConfigError(f"'data_types.keep_in_fp32_modules' is {kept!r}; expected 'auto' or a list of names")
         for what in ("offload_optimizer", "offload_param"):
             given = self[f"zero_optimization.{what}"] or {}
             if given.get("device", "none") not in ("none", "cpu", None):
@@ -398,6 +396,11 @@ class Config:
         return torch.float16 if self["fp16.enabled"] else torch.bfloat16 if self["bf16.enabled"] else None
 
     @property
+    def hysteresis(self) -> int:
+        """Skipped steps until the loss scale halves: without ZeRO each one does, in DeepSpeed, too."""
+        return int(self["fp16.hysteresis"]) if self["zero_optimization.stage"] > 0 else 1
+
+    @property
     def sums(self) -> torch.dtype | None:
         """What gradients are summed in, over micro-batches and ranks; None: their parameter's dtype."""
         default = torch.float32 if self.half is not None else None
@@ -407,28 +410,3 @@ class Config:
             if one is not None:
                 wide = one if wide is None else torch.promote_types(wide, one)
         return None if wide is None else torch.promote_types(wide, self.half or torch.float32)
-
-
-def _load(given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return dict(given)
-    if not isinstance(given, (str, os.PathLike)):
-        raise ConfigError(f"the DeepSpeed config is a {type(given).__name__}; expected a dictionary or the path of a JSON file")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(f"the DeepSpeed config has the key '{twice[0]}' twice")
-        return dict(pairs)
-
-    try:
-        with open(given, encoding="utf-8") as file:
-            found = json.load(file, object_pairs_hook=once)
-    except OSError as error:
-        raise ConfigError(f"the DeepSpeed config '{given}' cannot be read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the DeepSpeed config '{given}' is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"the DeepSpeed config '{given}' is a {type(found).__name__}; expected a dictionary")
-    return found

@@ -24,7 +24,7 @@ class LossScaleConfig:
         self.scale_factor = 2.0
         self.scale_window: int = config["fp16.loss_scale_window"]
         self.min_loss_scale: float = config["fp16.min_loss_scale"]
-        self.delayed_shift: int = config["fp16.hysteresis"]
+        self.delayed_shift: int = config.hysteresis
         self.consecutive_hysteresis: bool = config["fp16.consecutive_hysteresis"]
         self.cur_iter = 0
         self.last_overflow_iter = -1
@@ -33,6 +33,8 @@ class LossScaleConfig:
     @property
     def cur_scale(self) -> float:
         return self._engine.engine.loss_scale
+
+    loss_scale = cur_scale
 
     def stepped(self, info: StepInfo) -> None:
         """Follows a step. An Error where DeepSpeed gives up: the scale cannot fall any more, and gradients still overflow."""

@@ -36,7 +36,39 @@ class FusedAdam(torch.optim.AdamW):
             self.defaults["decoupled_weight_decay"] = False
 
 
-DeepSpeedCPUAdam = FusedAdam
+@optim.elementwise
+class DeepSpeedCPUAdam(FusedAdam):
+    """The same by the arguments, and their order, of DeepSpeed's Adam for the CPU."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+@optim.elementwise
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad by the arguments of DeepSpeed's for the CPU."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 def _loss_of(closure: Any) -> Any:
@@ -51,7 +83,12 @@ class Lion(torch.optim.Optimizer):
     """Steps by the sign of a mixture of gradient and momentum."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
@@ -68,6 +105,21 @@ class Lion(torch.optim.Optimizer):
                 p.add_(torch.sign(momentum * one + p.grad * (1 - one)), alpha=-group["lr"])
                 momentum.mul_(two).add_(p.grad, alpha=1 - two)
         return loss
+
+
+@optim.elementwise
+class DeepSpeedCPULion(Lion):
+    """The same by the arguments of DeepSpeed's Lion for the CPU."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -154,7 +206,17 @@ OPTIMIZERS: dict[str, Any] = {
 #: Of DeepSpeed's own, and not here: their communication is part of their arithmetic, or they need another package.
 REFUSED = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")
 
-_DROPPED = ("torch_adam", "fp32_optimizer_states")
+_DROPPED = ("fp32_optimizer_states",)
+
+
+def _adam(kind: str, given: dict[str, Any]) -> Any:
+    """``torch_adam``: torch's own class, with its own defaults. A config that says AdamW gets it, whatever ``adam_w_mode`` says."""
+    decoupled = kind == "adamw" or given.get("adam_w_mode", True)
+    if given.pop("torch_adam", False):
+        given.pop("adam_w_mode", None)
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    given["adam_w_mode"] = decoupled
+    return FusedAdam
 
 
 def build(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
@@ -176,6 +238,8 @@ def build(kind: str, params: dict[str, Any], parameters: Any) -> torch.optim.Opt
             " 'gradient_clipping'"
         )
     given = {key: value for key, value in params.items() if value != "auto" and key not in _DROPPED}
+    if kind.lower() in ("adam", "adamw"):
+        found = _adam(kind.lower(), given)
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     try:

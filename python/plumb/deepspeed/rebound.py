@@ -16,11 +16,13 @@ from typing import Any
 REBOUND: dict[str, tuple[str, ...]] = {
     "engine.DeepSpeedEngine": ("DeepSpeedEngine", "runtime.engine.DeepSpeedEngine"),
     "zero.GatheredParameters": ("zero.GatheredParameters", "runtime.zero.partition_parameters.GatheredParameters"),
+    "zero.unwrap_model_for_generation": ("zero.unwrap_model_for_generation",),
     "schedules.LRRangeTest": ("runtime.lr_schedules.LRRangeTest",),
     "schedules.OneCycle": ("runtime.lr_schedules.OneCycle",),
     "schedules.WarmupCosineLR": ("runtime.lr_schedules.WarmupCosineLR",),
     "schedules.WarmupDecayLR": ("runtime.lr_schedules.WarmupDecayLR",),
     "schedules.WarmupLR": ("runtime.lr_schedules.WarmupLR",),
+    "ops.adagrad.DeepSpeedCPUAdagrad": ("ops.adagrad.DeepSpeedCPUAdagrad",),
     "ops.adam.DeepSpeedCPUAdam": ("ops.adam.DeepSpeedCPUAdam",),
     "ops.adam.FusedAdam": ("ops.adam.FusedAdam",),
     "ops.lamb.FusedLamb": ("ops.lamb.FusedLamb",),

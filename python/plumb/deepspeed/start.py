@@ -47,7 +47,10 @@ def initialize(
         raise ConfigError(f"mesh_param is {mesh_param}; sequence parallelism is not supported, leave it out")
     if config is None:
         config = config_params
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args, old = getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)
+    if from_args is not None and old is not None:
+        raise ConfigError("Not sure how to proceed, we were given both a deepscale_config and deepspeed_config")
+    from_args = old if from_args is None else from_args
     if from_args is not None:
         if config is not None:
             raise ConfigError(

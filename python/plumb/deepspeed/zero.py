@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .engine import DeepSpeedEngine
 
 _engines: Any = WeakIdKeyDictionary()  # by parameter
+_built_inside = False  # a model was built inside of Init: its parameters are the ranks' common ones, as if they were sharded
 
 
 def claim(engine: "DeepSpeedEngine") -> None:
@@ -64,7 +65,11 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init with quantised weights is not supported")
 
+        self._enabled = enabled
+
     def __enter__(self) -> "Init":
+        global _built_inside
+        _built_inside = _built_inside or self._enabled
         return self
 
     def __exit__(
@@ -85,6 +90,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     engine = next((found for found in map(engine_of, given) if found is not None), None)
     if not enabled or engine is None:  # not sharded yet: initialize() takes rank 0's values
         yield
+        if enabled and modifier_rank and _built_inside and dist.is_initialized() and dist.get_world_size() > 1:
+            _publish(given, modifier_rank)
         return
     mine = [p for p in given if engine_of(p) is engine]
     with engine.engine.gathered(mine, write=modifier_rank is not None):
@@ -94,9 +101,25 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
                 raise ConfigError(
                     f"GatheredParameters(modifier_rank={modifier_rank}) needs torch.distributed; initialise it, or write on rank 0"
                 )
-            with torch.no_grad():
-                for parameter in mine:
-                    dist.broadcast(parameter.detach(), src=modifier_rank)
+            _publish(mine, modifier_rank)
+
+
+def _publish(parameters: list[torch.Tensor], rank: int) -> None:
+    """What ``rank`` has is everybody's."""
+    with torch.no_grad():
+        for parameter in parameters:
+            value = parameter.detach()
+            carried = value.cuda() if value.device.type == "cpu" and dist.get_backend() == "nccl" else value.contiguous()
+            dist.broadcast(carried, src=rank)
+            if carried is not value:
+                value.copy_(carried)
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, all parameters of an engine stay whole, so that generating gathers nothing token by token."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 # ---- units of stage 3

@@ -18,6 +18,12 @@ struct Ranks {
       : hub(std::make_shared<LocalHub>(size, timeout)) {
     for (int r = 0; r < size; ++r) all.push_back(make_local_backend(hub, r));
   }
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+  // What waits for a rank that never came holds the hub, until that rank has left.
+  ~Ranks() {
+    for (int r = 0; r < hub->size(); ++r) hub->leave(r);
+  }
   Work send(int rank, int to, int tag, const at::Tensor& message) const {
     std::vector<at::Tensor> one{message};
     return all[rank]->send(one, to, tag);

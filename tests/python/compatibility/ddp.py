@@ -252,8 +252,12 @@ def comm_hooks() -> None:
                 assert torch.equal(*everywhere)
                 if limit:
                     agrees(model.module, limit=limit)
-            with pytest.raises(plumb.Error, match="one per model"):
+            with pytest.raises(plumb.Error, match="can only be called once"):  # torch's words
                 model.register_comm_hook(None, own)
+    with wrapped() as model:
+        model.register_comm_hook(None, lambda state, bucket: 1)
+        with pytest.raises(plumb.Error, match="must return a torch.futures.Future object, but got int"):
+            model(data()).pow(2).sum().backward()
 
 
 def builtin_hook() -> None:

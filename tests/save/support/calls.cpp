@@ -109,6 +109,21 @@ ssize_t write_call(int fd, const void* data, size_t bytes) {
   return syscall(SYS_write, fd, data, bytes);
 }
 
+ssize_t pread_call(int fd, void* data, size_t bytes, off_t offset) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  if (!s.root.empty() && s.files.contains(fd) && strike(s)) return -1;
+  lock.unlock();
+  return syscall(SYS_pread64, fd, data, bytes, offset);
+}
+
+int flock_call(int fd, int operation) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  if (!s.root.empty() && s.files.contains(fd) && strike(s)) return -1;
+  return static_cast<int>(syscall(SYS_flock, fd, operation));
+}
+
 int fsync_call(int fd) {
   State& s = state();
   std::unique_lock lock(s.mutex);
@@ -186,6 +201,10 @@ PLUMB_SEEN int open(const char* path, int flags, ...) {
   return calls::open_call(path, flags, mode);
 }
 PLUMB_SEEN ssize_t write(int fd, const void* data, size_t bytes) { return calls::write_call(fd, data, bytes); }
+PLUMB_SEEN ssize_t pread(int fd, void* data, size_t bytes, off_t offset) {
+  return calls::pread_call(fd, data, bytes, offset);
+}
+PLUMB_SEEN int flock(int fd, int operation) noexcept { return calls::flock_call(fd, operation); }
 PLUMB_SEEN int fsync(int fd) { return calls::fsync_call(fd); }
 PLUMB_SEEN int sync_file_range(int fd, off64_t begin, off64_t bytes, unsigned flags) {
   return calls::flush_call(fd, begin, bytes, flags);

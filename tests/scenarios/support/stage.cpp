@@ -233,7 +233,7 @@ Outcome play_reference(const Scenario& scenario, int ranks) {
 }
 
 Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device,
-                bool dear) {
+                Medium medium) {
   Stage stage;
   stage.rank = world.rank();
   stage.size = world.size();
@@ -243,8 +243,9 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   Options options = scenario.options;
   options.strategy = strategy;
   Engine engine(world, *stage.model, scenario.optimizer, options);
-  if (dear) engine.impl().reducer->layout().small = 0;
-  stage.clears_by_engine = dear;
+  if (medium == Medium::dear) engine.impl().reducer->layout().small = 0;
+  if (medium == Medium::asking && engine.impl().units) engine.impl().units->gather_together(options.gather_ahead_bytes);
+  stage.clears_by_engine = medium == Medium::dear;
   stage.engine = &engine;
   scenario.program(stage);
   Outcome outcome = outcome_of(*stage.model, &engine);
@@ -254,12 +255,23 @@ Outcome play_on(const World& world, const Scenario& scenario, const std::string&
   return outcome;
 }
 
-Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of, bool dear) {
+// Host messages of its engines go as collectives, as over a backend that has none between two ranks.
+static void deny_links(World::Impl& world) {
+  world.control->has_links = false;
+  world.part = [make = world.part](const std::string& name, const std::vector<int>& members, int rank, int index) {
+    auto group = make(name, members, rank, index);
+    group->has_links = false;
+    return group;
+  };
+}
+
+Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of, Medium medium) {
   Outcome outcome;
   run_local(ranks,
             [&](World world) {
-              if (dear && ranks > 1) world.impl().data->native_reduce_scatter = false;
-              Outcome mine = play_on(world, scenario, strategy, at::kCPU, dear);
+              if (medium == Medium::dear && ranks > 1) world.impl().data->native_reduce_scatter = false;
+              if (medium == Medium::asking && ranks > 1) deny_links(world.impl());
+              Outcome mine = play_on(world, scenario, strategy, at::kCPU, medium);
               if (world.rank() == of) outcome = std::move(mine);
             },
             {.timeout = std::chrono::seconds(20 * patience)});

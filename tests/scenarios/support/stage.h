@@ -84,13 +84,18 @@ struct Outcome {
   NamedTensors gradients;
 };
 
+// What carries the ranks' messages. `dear`: messages are, so that small ones travel together, and memory is, so that gradients
+// that were cleared keep none. `asking`: units are gathered by collectives that cannot say what they gather, so that ranks ask
+// before each; and every wait blocks the host.
+enum class Medium { plain, dear, asking };
+
 Outcome play_reference(const Scenario& scenario, int ranks);
-// Rank `of`'s outcome; the ranks are threads over the local backend. `dear`: messages are, so that small ones travel
-// together, and memory is, so that gradients that were cleared keep none.
-Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0, bool dear = false);
+// Rank `of`'s outcome; the ranks are threads over the local backend.
+Outcome play_engine(const Scenario& scenario, int ranks, const std::string& strategy, int of = 0,
+                    Medium medium = Medium::plain);
 // On a world that exists: for real processes, and for other devices.
 Outcome play_on(const World& world, const Scenario& scenario, const std::string& strategy, at::Device device = at::kCPU,
-                bool dear = false);
+                Medium medium = Medium::plain);
 
 // Empty, or the first difference in words.
 std::string difference(const Outcome& expected, const Outcome& found, double tolerance);

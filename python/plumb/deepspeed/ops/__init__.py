@@ -1,5 +1,5 @@
 """``deepspeed.ops``: the optimizers that programs import by name."""
 
-from . import adam, lamb, lion
+from . import adagrad, adam, lamb, lion
 
-__all__ = ["adam", "lamb", "lion"]
+__all__ = ["adagrad", "adam", "lamb", "lion"]

@@ -1,0 +1,5 @@
+"""``deepspeed.ops.adagrad``."""
+
+from ..optimizers import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,68 @@
+"""What the steps of a user's optimizer have in common, whatever they run over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """For a hook of a step: whether another step of the same optimizer is around it, as where a derived class calls super()'s."""
+    around: FrameType | None = sys._getframe(2)  # torch's function that calls the hooks
+    assert around is not None
+    code, around = around.f_code, around.f_back
+    while around is not None:
+        if around.f_code is code and (around.f_locals.get("args") or (None,))[0] is optimizer:
+            return True
+        around = around.f_back
+    return False
+
+
+def swap(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    before = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return before
+
+
+def closure_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """The closure of optimizer.step(…), and the arguments (the optimizer first) without it."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], args, {key: value for key, value in kwargs.items() if key != "closure"}
+    if len(args) > 1 and callable(args[1]):
+        return args[1], (args[0], *args[2:]), kwargs
+    return None, args, kwargs
+
+
+class StandIn:
+    """Takes a step in the place of an optimizer, over other parameters: the user's object is all the while what he knows it as.
+
+    Also for whoever looks while the step runs, and where it throws. Before and after it is the optimizer in all but identity.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.object: torch.optim.Optimizer = object.__new__(type(optimizer))
+        self.object.__dict__ = vars(optimizer)
+        self._before: dict[str, Any] = {}
+
+    def begin(self, groups: list[list[torch.Tensor]], state: Any) -> None:
+        known = [{**group, "params": own} for group, own in zip(self._optimizer.param_groups, groups, strict=True)]
+        self._before = {**vars(self._optimizer), "param_groups": known, "state": state}
+        self.object.__dict__ = dict(self._before)
+
+    def end(self) -> None:
+        mine = vars(self.object)
+        if mine is vars(self._optimizer):
+            return
+        self.object.__dict__ = vars(self._optimizer)
+        for name, value in mine.items():  # what the step noted of itself
+            if name not in self._before or value is not self._before[name]:
+                setattr(self._optimizer, name, value)
+        self._before = {}

@@ -1,0 +1,76 @@
+// Backwards of sums over so many things (tokens, say): a step is of the mean over all of them.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "engine/support/plain.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+
+// Each backward of a sum over some number of tokens, other numbers on every rank: the mean over all of them.
+class Weighted : public testing::TestWithParam<std::string> {};
+
+TEST_P(Weighted, BackwardsAreTheMeanOverAllThings) {
+  for (uint64_t seed = 1; seed <= 12; ++seed) {
+    Draw settings(seed);
+    const int ranks = static_cast<int>(settings.whole(1, 3));
+    Options options{.strategy = GetParam()};
+    if (settings.one_in(2)) options.loss_scale = LossScale{.initial = 256, .interval = 1};
+    if (settings.one_in(2)) options.clip_norm = settings.of<double>({0.1, 1e6});
+    options.bucket_bytes = options.first_bucket_bytes = 300;
+    run_local(ranks, [&](World world) {
+      SCOPED_TRACE(c10::str("seed ", seed, " on ", ranks));
+      Draw draw(seed + 100);
+      Parts model(seed);
+      std::vector<at::Tensor> weights;
+      for (const auto& p : Parts(seed).parameters()) weights.push_back(p.detach().clone());
+      Engine engine(world, model, SGD{.lr = 0.5}, options);
+      const auto parameters = model.parameters();
+      for (int step = 0; step < 3; ++step) {
+        double things = 0;
+        std::vector<at::Tensor> sums;
+        for (const at::Tensor& one : weights) sums.push_back(at::zeros_like(one));
+        for (int64_t micro = draw.whole(1, 3); micro > 0; --micro) {
+          std::optional<NoSync> quiet;
+          if (draw.one_in(3)) quiet.emplace(engine);
+          for (int rank = 0; rank < ranks; ++rank) {
+            const auto count = static_cast<double>(rank == 0 && micro == 1 ? 3 : draw.whole(0, 9));
+            things += count;
+            std::vector<at::Tensor> mine;
+            for (size_t i = 0; i < weights.size(); ++i) {
+              mine.push_back(noise(weights[i].sizes(), draw.whole(0, 1 << 20)) * count);
+              sums[i] = sums[i] + mine.back();
+            }
+            if (rank == world.rank()) engine.backward(model.loss(mine), false, count);
+          }
+        }
+        double squares = 0;
+        for (at::Tensor& sum : sums) {
+          sum = sum / things;
+          squares += sum.square().sum().item<double>();
+        }
+        const StepInfo info = engine.step();
+        const double norm = std::sqrt(squares);
+        double factor = 1;
+        if (options.clip_norm) {
+          EXPECT_NEAR(info.grad_norm.item<double>(), norm, 1e-9 * norm);
+          factor = std::min(1.0, *options.clip_norm / (norm + 1e-6));
+        }
+        for (size_t i = 0; i < weights.size(); ++i) {
+          weights[i] = weights[i] - 0.5 * factor * sums[i];
+          EXPECT_LT(distance(engine.full_parameter(parameters[i]), weights[i]), 1e-10) << i << ", step " << step;
+        }
+        engine.zero_grad();
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, Weighted, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,187 @@
+// What ranks must agree on, where little is said: gradients that leave no trace on one of them, ranks that sit a pass out, and an
+// engine whose communication has ended.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "errors.h"
+#include "plumb/plumb.h"
+#include "watch/wire.h"
+
+namespace plumb {
+namespace {
+
+using test::errors;
+using testing::AllOf;
+using testing::Each;
+using testing::HasSubstr;
+
+at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
+  return at::zeros(shape, dtype).requires_grad_();
+}
+
+// A tensor of its own beside the engine's, or a piece of nothing: neither was cleared, changed or left where the other ranks' was
+// cleared.
+TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOfThem) {
+  for (const int who : {0, 1}) {
+    const auto graphs = errors(2, [&](World world) {
+      at::Tensor a = at::ones({4}).requires_grad_(), b = leaf({3});
+      Engine engine(world, NamedTensors{{"b", b}, {"a", a}}, {}, SGD{.lr = 1});
+      (a.pow(2).sum() + b.sum()).backward({}, true, /*create_graph=*/true);
+      if (world.rank() == who) a.mutable_grad().reset();
+      try {
+        engine.step();
+      } catch (...) {
+        for (const at::Tensor& p : {a, b}) p.mutable_grad().reset();  // a gradient with a graph holds its parameter
+        throw;
+      }
+    });
+    EXPECT_THAT(graphs, Each(AllOf(HasSubstr("'a'"), HasSubstr("at step()"),
+                                   HasSubstr(who == 0 ? "no gradient on rank 0 and one on rank 1"
+                                                      : "a gradient on rank 0 and none on rank 1"))));
+    // Sixteen elements of two ranks' thirty-two: the second has none of them.
+    const auto pieces = errors(2, [&](World world) {
+      at::Tensor a = leaf({16}), b = leaf({16});
+      Engine engine(world, NamedTensors{{"b", b}, {"a", a}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+      (a.sum() + b.sum()).backward();
+      at::Tensor& first = engine.impl().reducer->sinks()[0].grad();
+      EXPECT_EQ(first.numel(), world.rank() == 0 ? 16 : 0);
+      if (world.rank() == who) first.reset();
+      engine.step();
+    });
+    EXPECT_THAT(pieces, Each(HasSubstr("alike on every rank")));
+  }
+}
+
+// Each way to change a piece in place, of which one rank has nothing: all did the same.
+TEST(AgreedGradients, ThatEveryRankChangedMayBeEmptyOnSome) {
+  EXPECT_THAT(errors(3,
+                     [](World world) {
+                       at::Tensor a = leaf({16}), b = leaf({16}), c = leaf({16});
+                       Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1},
+                                     {.strategy = "zero2"});
+                       for (int step = 1; step <= 2; ++step) {
+                         (a.sum() + b.sum() + c.sum()).backward();
+                         for (const at::Tensor& p : {a, b, c}) p.mutable_grad().mul_(2);
+                         (a.sum() + b.sum() + c.sum()).backward();
+                         b.mutable_grad() = b.grad() * 2;
+                         c.mutable_grad().clamp_max_(1);
+                         engine.step();
+                         engine.zero_grad();
+                         EXPECT_TRUE(engine.full_parameter(a).eq(-3.0 * step).all().item<bool>());
+                         EXPECT_TRUE(engine.full_parameter(b).eq(-6.0 * step).all().item<bool>());
+                         EXPECT_TRUE(engine.full_parameter(c).eq(-1.0 * step).all().item<bool>());
+                       }
+                     }),
+              Each("none"));
+}
+
+// Who said what is asked for only where there is something to tell: gradients that are kept, changed or cleared alike are nothing.
+TEST(AgreedGradients, CostOneHostMessageInAPassAndOneInAStep) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(3, [&](World world) {
+      at::Tensor a = leaf({30}), b = leaf({5});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      const auto waits = [&] { return wire_counts(world)[static_cast<size_t>(Cargo::control)].waits; };
+      for (int step = 0; step < 4; ++step) {
+        const int64_t before = waits();
+        (a.sum() + (world.rank() == 1 ? b.sum() : at::zeros({}))).backward();
+        const int64_t between = waits();
+        if (step > 0) {
+          EXPECT_EQ(between - before, 1) << strategy << step;  // the first one tells the order of the buckets, too
+        }
+        if (step == 1) a.mutable_grad().mul_(2);
+        if (step == 2) engine.zero_grad();
+        engine.step();
+        EXPECT_EQ(waits() - between, 1) << strategy << step;
+      }
+    });
+  }
+}
+
+Reducer& reducer_of(Engine& engine) { return *engine.impl().reducer; }
+
+TEST(AbsentRanks, AreToldOfABackwardThatFailedElsewhere) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = leaf({3});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    a.sum().backward();
+    if (world.rank() == 1) {
+      const at::Tensor kept = a.grad();
+      EXPECT_THROW(reducer_of(engine).sit_out(), Error);
+      EXPECT_TRUE(a.grad().is_same(kept)) << "and has its own gradient back";
+      reducer_of(engine).sit_out();
+    } else {
+      at::Tensor y = a * 1;
+      y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      EXPECT_ANY_THROW(engine.backward(y.sum()));
+      a.mutable_grad().reset();
+      a.sum().backward();
+      EXPECT_TRUE(a.grad().eq(0.5).all().item<bool>()) << a.grad();
+    }
+  });
+  EXPECT_THAT(texts, Each("none"));
+}
+
+// Parameters that others begin to train meanwhile become theirs, too.
+TEST(AbsentRanks, AdmitWhatOthersBeginToTrain) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = leaf({3}), b = at::zeros({5});
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1});
+    a.sum().backward();
+    engine.step();
+    engine.zero_grad();
+    b.requires_grad_();
+    if (world.rank() == 1) {
+      reducer_of(engine).sit_out();
+      EXPECT_FALSE(a.grad().defined());
+    } else {
+      (a.sum() + b.sum() * 4).backward();
+      EXPECT_TRUE(b.grad().eq(2).all().item<bool>()) << b.grad();
+      engine.zero_grad();
+    }
+    for (const at::Tensor& p : {a, b}) p.mutable_grad().reset();
+    (a.sum() + b.sum()).backward();
+    EXPECT_TRUE(b.grad().eq(1).all().item<bool>());
+    engine.step();
+    EXPECT_TRUE(b.detach().eq(-1).all().item<bool>());
+  });
+  EXPECT_THAT(texts, Each("none"));
+}
+
+// Nothing travels after that, and nobody waits for it: whatever is called says what ended it.
+TEST(BrokenEngines, SayWhatEndedThem) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf({40});
+      Engine engine(world, NamedTensors{{"layer.a", a}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      a.sum().backward();
+      if (world.rank() == 1) a.mutable_grad().reset();
+      EXPECT_THROW(engine.step(), Error);
+      a.mutable_grad().reset();
+      const std::vector<std::function<void()>> calls = {
+          [&] { a.sum().backward(); },
+          [&] { engine.backward(a.sum()); },
+          [&] { engine.deliver(a, at::ones({40})); },
+          [&] { engine.step(); },
+          [&] { engine.full_gradient(a); },
+          [&] { engine.grad_norm(); },
+          [&] { const auto scope = engine.gathered({a}, Access::write); },
+          [&] { engine.save("nowhere"); },
+      };
+      for (size_t i = 0; i < calls.size(); ++i) {
+        std::string said = "nothing";
+        try {
+          calls[i]();
+        } catch (const std::exception& error) {
+          said = error.what();
+        }
+        EXPECT_THAT(said, AllOf(HasSubstr("communication ended with an earlier error"), HasSubstr("layer.a"))) << i;
+      }
+    });
+    EXPECT_THAT(texts, Each("none")) << strategy;
+  }
+}
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,302 @@
+// Every way into one sum, in any order: whatever brings a gradient, in whatever dtype, held back or not, .grad is the mean of what
+// the ranks brought, and a step takes it. Drawn programs, compared with plain sums after every move.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <functional>
+#include <random>
+
+#include "engine/impl.h"
+#include "plumb/fused.h"
+#include "plumb/plumb.h"
+#include "slowness.h"
+#include "world/world_impl.h"
+
+namespace plumb {
+namespace {
+
+// Runs an action when the backward comes by.
+struct Passing : torch::autograd::Function<Passing> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t action) {
+    context->saved_data["action"] = action;
+    return x * 1;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<const std::function<void()>*>(context->saved_data["action"].toInt()))();
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+enum class Entrance { autograd, delivered, fused, put_off };
+
+struct Contribution {
+  size_t parameter = 0;
+  Entrance entrance = Entrance::autograd;
+  std::vector<at::Tensor> of_rank;  // undefined: this rank has none
+};
+
+struct Kind {
+  std::vector<int64_t> shape;
+  at::ScalarType dtype = at::kFloat;
+  bool turned = false;
+  std::optional<at::ScalarType> rule{};  // its grad_dtype
+};
+
+// Lengths around what is copied without ATen, cuts inside and between parameters, and one that lies the other way round.
+const std::vector<Kind> kinds = {{{7, 5}},
+                                 {{}},
+                                 {{0}},
+                                 {{64, 65}},
+                                 {{33}, at::kDouble},
+                                 {{4, 6}, at::kFloat, true},
+                                 {{1}},
+                                 {{17}, at::kBFloat16, false, at::kFloat},
+                                 {{3, 11}, at::kFloat, false, at::kDouble}};
+
+class Drawn {
+ public:
+  Drawn(uint64_t seed, World world) : seed_(seed), random_(seed), world_(std::move(world)) {
+    const auto among = [&](auto... values) {
+      const std::array all{values...};
+      return all[random_() % all.size()];
+    };
+    Options options;
+    options.strategy = strategy_ = strategies()[seed % strategies().size()].name;
+    options.hold_unsharded = random_() % 2 == 0;
+    options.bucket_bytes = among(100, 1000, 1 << 20);
+    options.first_bucket_bytes = among(1, 500, 1 << 20);
+    const bool dear = random_() % 2 == 0;
+    if (dear && world_.size() > 1) world_.impl().data->native_reduce_scatter = false;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const Kind& kind = kinds[i];
+      at::Tensor memory = at::zeros(kind.shape, kind.dtype);
+      if (kind.turned) memory = memory.t().contiguous().t();
+      named_.emplace_back("p" + std::to_string(i), memory.requires_grad_());
+      if (kind.rule) memory.set_grad_dtype(*kind.rule);
+      values_.push_back(at::zeros(kind.shape, at::kDouble));
+    }
+    gradients_.resize(kinds.size());
+    engine_ = std::make_unique<Engine>(world_, named_, NamedTensors{}, SGD{.lr = 0.5}, options);
+    if (dear) engine_->impl().reducer->layout().small = 0;
+    told_ = c10::str("seed ", seed, ", ", options.strategy, " on ", world_.size(), ", rank ", world_.rank(),
+                     options.hold_unsharded ? ", held whole" : "", dear ? ", dear" : "", ":");
+  }
+
+  void run() {
+    const int length = 4 + static_cast<int>(random_() % 8);
+    try {
+      for (int i = 0; i < length && !testing::Test::HasFailure(); ++i) move();
+      step();
+    } catch (const std::exception& error) {
+      throw Error(told_ + "\n" + error.what());
+    }
+  }
+
+ private:
+  // Small whole numbers, whose sums are exact in every dtype here but for the division by the ranks.
+  std::vector<Contribution> draw(int least, int most) {
+    std::vector<Contribution> all(static_cast<size_t>(least) + random_() % static_cast<size_t>(most - least + 1));
+    for (Contribution& one : all) {
+      one.parameter = random_() % kinds.size();
+      one.entrance = static_cast<Entrance>(random_() % 4);
+      const bool missing = random_() % 4 == 0;
+      for (int rank = 0; rank < world_.size(); ++rank) {
+        auto generator = at::detail::createCPUGenerator(random_());
+        const at::Tensor numbers =
+            at::randint(-4, 5, kinds[one.parameter].shape, generator, at::TensorOptions(at::kDouble));
+        one.of_rank.push_back(missing && random_() % 2 == 0 ? at::Tensor() : numbers);
+      }
+    }
+    return all;
+  }
+
+  void count(const std::vector<Contribution>& all) {
+    for (const Contribution& one : all) {
+      at::Tensor& sum = gradients_[one.parameter];
+      for (const at::Tensor& part : one.of_rank) {
+        if (part.defined()) sum = (sum.defined() ? sum : at::zeros_like(part)) + part / world_.size();
+      }
+    }
+  }
+
+  const at::Tensor& parameter(const Contribution& one) const { return named_[one.parameter].second; }
+  at::Tensor mine(const Contribution& one) const { return one.of_rank[static_cast<size_t>(world_.rank())]; }
+  at::Tensor raw(const Contribution& one) const {
+    const Kind& kind = kinds[one.parameter];
+    return mine(one).to(kind.rule.value_or(kind.dtype));
+  }
+
+  void write(const Contribution& one) {
+    const auto sink = sink_of(parameter(one));
+    if (!sink) return engine_->deliver(parameter(one), raw(one));
+    const GradTarget target = sink->open();
+    at::NoGradGuard no_grad;
+    const at::Tensor value = mine(one).to(target.buffer.scalar_type()).view(target.buffer.sizes());
+    target.accumulate ? target.buffer.add_(value) : target.buffer.copy_(value);
+    sink->wrote();
+  }
+  // Those of one pass that are no loss's: at once, or, of one that is put off, later.
+  void bring(const Contribution& one, std::vector<const Contribution*>& later) {
+    if (!mine(one).defined()) return;
+    const auto sink = sink_of(parameter(one));
+    if (one.entrance == Entrance::put_off && sink) {
+      sink->put_off();
+      later.push_back(&one);
+    } else if (one.entrance == Entrance::delivered) {
+      engine_->deliver(parameter(one), raw(one));
+    } else {
+      write(one);
+    }
+  }
+  void make_up(const std::vector<const Contribution*>& later) {
+    for (const Contribution* one : later) {
+      write(*one);
+      sink_of(parameter(*one))->made_up();
+    }
+  }
+  at::Tensor loss_of(const Contribution& one) const {
+    const at::Tensor& p = parameter(one);
+    return (p.to(at::kDouble) * mine(one)).sum();
+  }
+
+  // All of them in one backward: what a loss does not bring comes while it is on its way.
+  void one_backward(const std::vector<Contribution>& all) {
+    std::vector<const Contribution*> later;
+    std::deque<std::function<void()>> actions;
+    at::Tensor loss = at::zeros({}, at::TensorOptions(at::kDouble)).requires_grad_() * 1;
+    for (const Contribution& one : all) {
+      if (!mine(one).defined()) continue;
+      if (one.entrance == Entrance::autograd) {
+        loss = loss + loss_of(one);
+      } else {
+        actions.emplace_back([&] { bring(one, later); });
+        loss = Passing::apply(loss, reinterpret_cast<int64_t>(&actions.back()));
+      }
+    }
+    // The oldest node runs last: then all have been put off.
+    engine_->backward(loss);
+    waits_ = waits_ && engine_->impl().reducer->holds();
+    make_up(later);
+    for (const Contribution& one : all) {
+      const bool made_up = one.entrance == Entrance::put_off && sink_of(parameter(one)) != nullptr;
+      waits_ = waits_ || (made_up && std::ranges::any_of(one.of_rank, &at::Tensor::defined));
+    }
+  }
+  void one_scope(const std::vector<Contribution>& all) {
+    std::vector<const Contribution*> later;
+    const Pass pass = engine_->pass();
+    for (const Contribution& one : all) {
+      if (one.entrance != Entrance::autograd) {
+        bring(one, later);
+      } else if (mine(one).defined()) {
+        loss_of(one).backward();
+      }
+    }
+    make_up(later);
+  }
+  void deliveries(const std::vector<Contribution>& all) {
+    engine_->backward({});  // a rank may have none of them
+    {
+      const Pass pass = engine_->pass();
+      for (const Contribution& one : all) {
+        if (mine(one).defined()) engine_->deliver(parameter(one), raw(one));
+      }
+    }
+  }
+
+  void move() {
+    const uint64_t what = random_() % 12;
+    told_ += c10::str(" ", what);
+    if (what < 6) {
+      const std::vector<Contribution> all = draw(1, 6);
+      const bool held = random_() % 3 == 0;
+      const uint64_t way = random_() % 3;
+      told_ += held ? "h" : "";
+      told_ += std::string(1, "bsd"[way]);
+      {
+        std::optional<NoSync> quiet;
+        if (held) quiet.emplace(*engine_);
+        if (way == 0) one_backward(all);
+        if (way == 1) one_scope(all);
+        if (way == 2) deliveries(all);
+      }
+      if (way != 0) waits_ = waits_ && engine_->impl().reducer->holds();
+      count(all);
+    } else if (what == 6) {
+      engine_->zero_grad();
+      for (at::Tensor& gradient : gradients_) gradient.reset();
+    } else if (what == 7) {
+      if (waits_ && strategy_ == "hsdp") return;  // refused: what waits would not be scaled
+      for (size_t i = 0; i < kinds.size(); ++i) {
+        at::Tensor& gradient = named_[i].second.mutable_grad();
+        if (gradient.defined()) gradient.detach().mul_(0.5);
+        if (gradients_[i].defined()) gradients_[i] = gradients_[i] * 0.5;
+      }
+    } else if (what == 8) {
+      const size_t i = random_() % kinds.size();
+      gradients_[i] = at::full(kinds[i].shape, 3.0, at::kDouble);
+      named_[i].second.mutable_grad() = gradients_[i].to(kinds[i].rule.value_or(kinds[i].dtype)).contiguous().clone();
+    } else if (what == 9) {
+      const size_t i = random_() % kinds.size();
+      gradients_[i].reset();
+      named_[i].second.mutable_grad().reset();
+    } else {
+      step();
+      return;
+    }
+    compare_where_reduced();
+  }
+
+  void step() {
+    told_ += " step";
+    engine_->step();
+    waits_ = false;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      if (gradients_[i].defined()) values_[i] = values_[i] - 0.5 * gradients_[i];
+      const double tolerance = kinds[i].dtype == at::kBFloat16 ? 1e-2 : 1e-5;
+      const at::Tensor found = engine_->full_parameter(named_[i].second).to(at::kDouble);
+      EXPECT_TRUE(at::allclose(found, values_[i], tolerance, tolerance))
+          << told_ << "\nparameter " << i << " is off by " << (found - values_[i]).abs().max();
+    }
+    compare_where_reduced();
+  }
+
+  void compare_where_reduced() {
+    if (waits_ || engine_->impl().reducer->holds()) return;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const at::Tensor found = engine_->full_gradient(named_[i].second);
+      ASSERT_EQ(found.defined(), gradients_[i].defined()) << told_ << "\ngradient " << i;
+      if (!found.defined()) continue;
+      EXPECT_TRUE(at::allclose(found.to(at::kDouble), gradients_[i], 1e-5, 1e-5))
+          << told_ << "\ngradient " << i << " is off by " << (found - gradients_[i]).abs().max();
+    }
+  }
+
+  const uint64_t seed_;
+  std::string strategy_;
+  std::mt19937_64 random_;  // draws the same on every rank
+  World world_;
+  NamedTensors named_;
+  std::vector<at::Tensor> values_, gradients_;  // of one process; an undefined gradient: none
+  std::unique_ptr<Engine> engine_;
+  bool waits_ = false;  // what was put off on some rank has come between two passes
+  std::string told_;
+};
+
+class EntrancesInto : public testing::TestWithParam<int> {};
+
+TEST_P(EntrancesInto, OneSumGiveTheMeanOfWhatTheRanksBrought) {
+  for (uint64_t seed = 0; seed < 60 / slowness; ++seed) {
+    run_local(GetParam(), [&](World world) { Drawn(seed, std::move(world)).run(); },
+              {.timeout = std::chrono::seconds(30 * patience)});
+    if (HasFailure()) break;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, EntrancesInto, testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace plumb

@@ -1,0 +1,166 @@
+"""Ranks that ``plumb.spawn`` starts: what each is given, what comes back in which order, and what is said when one does not end well."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import plumb
+import plumb.durable
+import plumb.optim_settings
+
+
+def told(word: str, number: int) -> tuple[Any, ...]:
+    world = plumb.world()
+    names = ("MINE", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS")
+    return world.rank, world.size, word, number, torch.get_num_threads(), os.getpid(), [os.environ[name] for name in names]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_every_rank_gets_its_place_and_answers_in_their_order(method: str) -> None:
+    found = plumb.spawn(told, 3, ("a", 7), method=method, threads=2, env={"MINE": "yes"})
+    assert [one[:5] for one in found] == [(rank, 3, "a", 7, 2) for rank in range(3)]
+    assert len({one[5] for one in found} | {os.getpid()}) == 4, "processes of their own"
+    assert [one[6] for one in found] == [["yes", "3", "3", str(rank), str(rank), "2"] for rank in range(3)]
+    assert "MINE" not in os.environ and "RANK" not in os.environ
+
+
+def test_one_thread_and_two_ranks_unless_told_otherwise() -> None:
+    assert plumb.spawn(lambda: (plumb.world().rank, plumb.world().size, torch.get_num_threads())) == [(0, 2, 1), (1, 2, 1)]
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_no_ranks_are_refused(ranks: int) -> None:
+    with pytest.raises(plumb.Error, match=f"spawn of {ranks} ranks"):
+        plumb.spawn(lambda: None, ranks)
+
+
+def test_a_rank_that_ends_without_a_word_is_named_with_its_status() -> None:
+    def ends() -> None:
+        if plumb.world().rank == 1:
+            os._exit(3)
+
+    with pytest.raises(plumb.Error, match="rank 1: it ended with status 3"):
+        plumb.spawn(ends, 2)
+
+
+def test_all_that_failed_are_named_with_the_first_ones_traceback() -> None:
+    def fails() -> None:
+        raise ValueError(f"this is {plumb.world().rank}")
+
+    with pytest.raises(plumb.Error) as caught:
+        plumb.spawn(fails, 3)
+    text = str(caught.value)
+    first = text.split(":")[0].split()[-1]
+    assert text.startswith(f"rank {first}: ValueError: this is {first}")
+    for other in {"0", "1", "2"} - {first}:
+        assert f"(then rank {other}: ValueError: this is {other})" in text
+    assert "in fails" in text, "where it was raised"
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
+    with pytest.raises(plumb.Error, match="rank 0: .*[Pp]ickl"):
+        plumb.spawn(lambda: (lambda: None), 1)
+
+
+def test_ranks_that_do_not_end_are_ended(tmp_path: pathlib.Path) -> None:
+    def stays() -> None:
+        (tmp_path / str(plumb.world().rank)).write_text(str(os.getpid()))
+        if plumb.world().rank > 0:
+            time.sleep(600)
+
+    begin = time.monotonic()
+    with pytest.raises(plumb.Error, match="rank 1 of 3 has not ended within 20 s"):
+        plumb.spawn(stays, 3, timeout=20)
+    assert time.monotonic() - begin < 200
+    for rank in range(3):
+        pid = int((tmp_path / str(rank)).read_text())
+        assert not pathlib.Path(f"/proc/{pid}").exists(), "nothing outlives the call"
+
+
+# ---- files
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    plumb.durable.write_text(path, "naïve")
+    assert path.read_bytes() == "naïve".encode()
+    with pytest.raises(ValueError, match="enough"), plumb.durable.whole(path) as file:
+        file.write(b"half of")
+        assert path.read_bytes() == "naïve".encode(), "the old one until the new one is whole"
+        raise ValueError("enough")
+    assert path.read_bytes() == "naïve".encode()
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    monkeypatch.chdir(tmp_path)
+    plumb.durable.write_text("file", "")  # a name without a folder, and nothing in it
+    assert path.read_bytes() == b""
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        target = pathlib.Path(os.readlink(f"/proc/self/fd/{fd}"))
+        calls.append(f"fsync {target.name}" if target != tmp_path else "fsync the folder")
+        if target != tmp_path:
+            assert target.read_bytes() == b"all of it", "what is buffered would not be on the disk"
+        fsync(fd)
+
+    def replaced(old: str, new: str) -> None:
+        calls.append(f"name {pathlib.Path(new).name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    plumb.durable.write_text(tmp_path / "file", "all of it")
+    assert calls == ["fsync file.unfinished", "name file", "fsync the folder"]
+
+
+# ---- what ranks compare of an optimizer
+
+
+def test_every_number_of_an_optimizer_is_compared() -> None:
+    group = {
+        "params": [torch.ones(2)], "lr": torch.tensor(0.25), "betas": (0.5, 0.75), "flag": True, "count": 3, "many": torch.ones(2),
+        "imaginary": torch.tensor(1j), "none": None, "name": "x", "list": [1, torch.tensor(2)],
+    }  # fmt: skip
+    assert plumb.optim_settings.numbers_of(group, "g") == [
+        ("betas of g", 0.5), ("betas of g", 0.75), ("count of g", 3.0), ("flag of g", 1.0), ("list of g", 1.0), ("list of g", 2.0),
+        ("lr of g", 0.25),
+    ]  # fmt: skip
+
+
+def test_the_layout_of_an_optimizer_is_compared_and_nothing_of_its_values() -> None:
+    def digest(kind: type[torch.optim.Optimizer], *groups: dict[str, Any], **more: Any) -> float:
+        values = dict(plumb.optim_settings.settings(kind(list(groups), **more)))
+        return values["the optimizer's class, groups and parameters (as a digest)"]
+
+    def one(*shapes: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        return {"params": [torch.rand(shape) for shape in shapes], **more}
+
+    base = digest(torch.optim.SGD, one((2, 3), (4,)), lr=0.1)
+    assert base == digest(torch.optim.SGD, one((2, 3), (4,)), lr=0.2, momentum=0.9)
+    others = [
+        digest(torch.optim.SGD, one((3, 2), (4,)), lr=0.1),
+        digest(torch.optim.SGD, one((2, 3)), lr=0.1),
+        digest(torch.optim.SGD, one((2, 3)), one((4,)), lr=0.1),
+        digest(torch.optim.SGD, one((2, 3), (4,), mine=1), lr=0.1),
+        digest(torch.optim.Rprop, one((2, 3), (4,)), lr=0.1),
+    ]
+    assert len({base, *others}) == 6
+    # A group that comes later is seen, and so are steps that were left by an exception.
+    optimizer = torch.optim.SGD([torch.rand(2)], lr=0.1)
+    before = plumb.optim_settings.settings(optimizer)
+    assert plumb.optim_settings.settings(optimizer) == before
+    optimizer.add_param_group({"params": [torch.rand(3)], "lr": 0.5})
+    after = plumb.optim_settings.settings(optimizer)
+    assert after[1] != before[1]
+    assert ("lr of the optimizer's group 1", 0.5) in after
+    assert plumb.optim_settings.settings(optimizer, 2)[0][1] == 2.0 and after[0][1] == 0.0
