@@ -1,5 +1,6 @@
 """The mutation tools on a project of one source: kinds of change compile, seeds repeat, verdicts are told apart."""
 import concurrent.futures
+import ctypes
 import json
 import os
 import pathlib
@@ -212,14 +213,32 @@ class Mutants(unittest.TestCase):
         self.assertEqual(results["optim-survives"]["verdict"], "SURVIVED", output)
 
     def test_an_interrupted_run_leaves_nobody_behind(self):
+        self.check_interrupted(lambda started: started.send_signal(signal.SIGTERM))
+
+    def test_a_signal_that_another_thread_takes_interrupts_as_well(self):
+        def tell_a_worker(started: subprocess.Popen):
+            worker = max(int(task.name) for task in pathlib.Path(f"/proc/{started.pid}/task").iterdir())
+            self.assertNotEqual(worker, started.pid)
+            libc = ctypes.CDLL(None, use_errno=True)
+            self.assertEqual(libc.tgkill(started.pid, worker, signal.SIGTERM), 0, os.strerror(ctypes.get_errno()))
+
+        self.check_interrupted(tell_a_worker)
+
+    def check_interrupted(self, interrupt):
         started = self.start([self.by_hand("hangs", "++i", "--i, i = 0"), self.by_hand("waits", "a - b", "a + b"),
                               self.by_hand("waits too", "a - b", "b - a")], "--grace", "3000", "--jobs", "1")
         measured = started.stdout.readline() + started.stdout.readline()
         self.assertIn("optim: 1 cases", measured)
         while not self.trials_of(started.pid):
             self.assertIsNone(started.poll())
-        started.send_signal(signal.SIGTERM)
-        output, _ = started.communicate()
+        interrupt(started)
+        try:
+            output, _ = started.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            for pid in self.trials_of(started.pid):
+                os.kill(pid, signal.SIGKILL)
+            started.kill()
+            self.fail("it went on: " + started.communicate()[0])
         self.assertEqual(started.returncode, 130, output)
         self.assertIn("3 not run", output)
         self.assertEqual(self.trials_of(started.pid), [])

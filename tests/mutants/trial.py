@@ -1,4 +1,5 @@
 """One run of a test executable with a given library: how it ended, which case ended it, how long each case took."""
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import typing
 
 PATIENCE = 5  # a case may take five times as long as it does unmutated, and the grace
 MARK = "PLUMB_MUTANT_TRIAL"
@@ -116,6 +118,23 @@ def interrupt() -> None:
     interrupted.set()
     for process in list(running.values()):
         kill_session(process)
+
+
+def side_by_side(jobs: int, function: typing.Callable, items: list) -> list:
+    """What `function` makes of each, so many at a time. An interrupt ends all trials.
+
+    It looks up now and then: any thread may take a signal, but its handler runs in this one, once it runs at all.
+    """
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            while concurrent.futures.wait(futures, timeout=0.5).not_done:
+                pass
+        except KeyboardInterrupt:
+            interrupt()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
 
 
 def end_all(process: subprocess.Popen, mark: str) -> None:
