@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layout/digest.h"
+#include "paths.h"
 #include "plumb/error.h"
 #include "plumb/strategy.h"
 

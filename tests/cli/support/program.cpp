@@ -17,6 +17,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "paths.h"
 #include "slowness.h"
 
 namespace plumb::test {
