@@ -10,17 +10,17 @@ using Gradients = std::pair<int64_t, std::vector<at::Tensor>>;
 using Member = std::tuple<at::Tensor, int64_t, int64_t, int64_t>;
 
 // The number of the stretches, and the gradient of each.
-Gradients gradients_of(const Updater::Stretches& stretches) {
+Gradients gradients_of(const Stretches& stretches) {
   std::vector<at::Tensor> gradients;
-  for (const Updater::Stretch& stretch : stretches.all) gradients.push_back(stretch.gradient);
+  for (const Stretch& stretch : stretches.all) gradients.push_back(stretch.gradient);
   return {stretches.number, std::move(gradients)};
 }
 
-std::vector<std::pair<at::Tensor, std::vector<Member>>> told(const Updater::Stretches& stretches) {
+std::vector<std::pair<at::Tensor, std::vector<Member>>> told(const Stretches& stretches) {
   std::vector<std::pair<at::Tensor, std::vector<Member>>> all;
-  for (const Updater::Stretch& stretch : stretches.all) {
+  for (const Stretch& stretch : stretches.all) {
     all.emplace_back(stretch.weight, std::vector<Member>());
-    for (const Updater::Member& one : stretch.members)
+    for (const Stretch::Member& one : stretch.members)
       all.back().second.emplace_back(one.parameter, one.begin, one.offset, one.numel);
   }
   return all;

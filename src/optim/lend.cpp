@@ -71,19 +71,13 @@ const Updater::Stretches& Updater::lend_flat(std::deque<Bucket>& buckets) {
       }
     }
   }
-  const bool same = std::ranges::equal(now, stretches_.all, [](const Stretch& a, const Stretch& b) {
-    return a.weight.const_data_ptr() == b.weight.const_data_ptr() && a.weight.sizes() == b.weight.sizes() &&
-           a.members == b.members;
-  });
-  if (!same) ++stretches_.number;
-  stretches_.all = std::move(now);
-  return stretches_;
+  return stretches_.renew(std::move(now));
 }
 
 void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where) {
   at::NoGradGuard no_grad;
   std::deque<Pending> gathers;
-  for (Stretch& stretch : stretches_.all) stretch.gradient.reset();  // or somebody seemed to keep it
+  stretches_.drop_gradients();
   for (Bucket& bucket : buckets) {
     if (!bucket.has_gradient()) continue;
     const Flats& flats = flats_of(bucket);

@@ -58,9 +58,9 @@ void Neighbours::settle(const Bucket& bucket, Street& street) const {
   }
 }
 
-const Updater::Stretches& Neighbours::lend(std::deque<Bucket>& buckets) {
+const Stretches& Neighbours::lend(std::deque<Bucket>& buckets) {
   at::NoGradGuard no_grad;
-  std::vector<Updater::Stretch> now;
+  std::vector<Stretch> now;
   streets_.resize(buckets.size());
   for (const Bucket& bucket : buckets) {
     const auto fit = [](const Sink* sink) { return fits(*sink); };
@@ -86,24 +86,14 @@ const Updater::Stretches& Neighbours::lend(std::deque<Bucket>& buckets) {
       if (sinks.size() < 2) continue;
       const int64_t begin = sinks[0]->slot.offset;
       const int64_t size = sinks.back()->slot.offset + sinks.back()->parameter.numel() - begin;
-      Updater::Stretch& stretch = now.emplace_back();
+      Stretch& stretch = now.emplace_back();
       stretch.weight = street.flat.narrow(0, begin, size);
       stretch.gradient = bucket.gradient.narrow(0, begin, size);
       for (const Sink* sink : sinks)
         stretch.members.push_back({sink->parameter, 0, sink->slot.offset - begin, sink->parameter.numel()});
     }
   }
-  const bool same = std::ranges::equal(now, stretches_.all, [](const Updater::Stretch& a, const Updater::Stretch& b) {
-    return a.weight.const_data_ptr() == b.weight.const_data_ptr() && a.weight.sizes() == b.weight.sizes() &&
-           a.members == b.members;
-  });
-  if (!same) ++stretches_.number;
-  stretches_.all = std::move(now);
-  return stretches_;
-}
-
-void Neighbours::take_back() {
-  for (Updater::Stretch& stretch : stretches_.all) stretch.gradient.reset();  // or somebody seemed to keep it
+  return stretches_.renew(std::move(now));
 }
 
 }  // namespace plumb

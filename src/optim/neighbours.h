@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "grad/bucket.h"
-#include "optim/update.h"
+#include "optim/stretches.h"
 
 namespace plumb {
 
@@ -16,9 +16,9 @@ class Neighbours {
   // Those whose gradients are what their buckets hold. A parameter moves where nobody can tell: it stays the same tensor over the
   // same storage, whose memory is elsewhere. Where somebody could (other tensors or arrays over it, memory that is shared, mapped
   // or borrowed), on devices, whose graphs know addresses, and where it would be alone, it stays, and is in no stretch.
-  const Updater::Stretches& lend(std::deque<Bucket>& buckets);
-  const Updater::Stretches& stretches() const { return stretches_; }  // of the last call
-  void take_back();                                                   // their gradients are the buckets' alone again
+  const Stretches& lend(std::deque<Bucket>& buckets);
+  const Stretches& stretches() const { return stretches_; }  // of the last call
+  void take_back() { stretches_.drop_gradients(); }
 
  private:
   // The memory of one bucket's parameters.
@@ -29,7 +29,7 @@ class Neighbours {
   void settle(const Bucket& bucket, Street& street) const;
 
   std::vector<Street> streets_;  // by bucket
-  Updater::Stretches stretches_;
+  Stretches stretches_;
 };
 
 }  // namespace plumb

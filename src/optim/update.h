@@ -12,6 +12,7 @@
 #include "optim/rates.h"
 #include "optim/rules.h"
 #include "optim/runs.h"
+#include "optim/stretches.h"
 #include "plumb/engine.h"
 
 namespace plumb {
@@ -39,25 +40,7 @@ class Updater {
   bool is_users() const { return std::holds_alternative<UserOptimizer>(optimizer_); }
   std::vector<Piece> lend(std::deque<Bucket>& buckets);
   // The same as stretches of flat memory, for updates that treat every element alike: neighbours with a gradient, and padding
-  // between them that stays zero. Members without elements on this rank are members all the same.
-  struct Member {
-    at::Tensor parameter;
-    int64_t begin = 0;   // of the piece in the parameter
-    int64_t offset = 0;  // of the piece in the stretch
-    int64_t numel = 0;
-    bool operator==(const Member& other) const {
-      return parameter.is_same(other.parameter) && begin == other.begin && offset == other.offset &&
-             numel == other.numel;
-    }
-  };
-  struct Stretch {
-    at::Tensor weight, gradient;
-    std::vector<Member> members;
-  };
-  struct Stretches {
-    int64_t number = 0;  // another one whenever weights or members are others than at the last step
-    std::vector<Stretch> all;
-  };
+  // between them that stays zero.
   const Stretches& lend_flat(std::deque<Bucket>& buckets);
   const Stretches& stretches() const { return stretches_; }  // of the last call
   void take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledger, const Where& where);

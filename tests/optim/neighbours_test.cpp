@@ -28,7 +28,7 @@ struct Some : torch::nn::Module {
 
 struct Lent {
   explicit Lent(Some& some) : engine(World(), some, NoOptimizer{}) {}
-  const Updater::Stretches& lend() { return neighbours.lend(engine.impl().reducer->buckets()); }
+  const Stretches& lend() { return neighbours.lend(engine.impl().reducer->buckets()); }
   Engine engine;
   Neighbours neighbours;
 };
@@ -44,11 +44,11 @@ TEST(Neighbours, AreTheSameTensorsOverTheSameStoragesAsOneStretch) {
   Lent lent(some);
   some.backward();
   lent.engine.step();
-  const Updater::Stretches& stretches = lent.lend();
+  const Stretches& stretches = lent.lend();
   size_t members = 0;
-  for (const Updater::Stretch& stretch : stretches.all) {
+  for (const Stretch& stretch : stretches.all) {
     EXPECT_GE(stretch.members.size(), 2);
-    for (const Updater::Member& member : stretch.members) {
+    for (const Stretch::Member& member : stretch.members) {
       ++members;
       const at::Tensor there = stretch.weight.narrow(0, member.offset, member.numel);
       EXPECT_EQ(there.const_data_ptr(), member.parameter.const_data_ptr());
@@ -68,7 +68,7 @@ TEST(Neighbours, EndBehindOneThatIsNoWholeNumberOfVectors) {
   Lent lent(some);
   some.backward();
   lent.engine.step();
-  for (const Updater::Stretch& stretch : lent.lend().all) {
+  for (const Stretch& stretch : lent.lend().all) {
     for (size_t i = 0; i + 1 < stretch.members.size(); ++i) EXPECT_EQ(stretch.members[i].numel, 32);
   }
 }
@@ -96,8 +96,8 @@ TEST(Neighbours, WhoseMemoryOthersKnowStayWhereTheyAre) {
   Lent lent(some);
   some.backward();
   lent.engine.step();
-  for (const Updater::Stretch& stretch : lent.lend().all) {
-    for (const Updater::Member& member : stretch.members) {
+  for (const Stretch& stretch : lent.lend().all) {
+    for (const Stretch::Member& member : stretch.members) {
       EXPECT_FALSE(member.parameter.is_same(some.all[1]) || member.parameter.is_same(some.all[3]));
     }
   }
@@ -112,8 +112,8 @@ TEST(Neighbours, WithoutAGradientOrWithAnotherThanTheBucketsAreInNoStretch) {
   lent.engine.step();
   some.all[0].mutable_grad().reset();
   some.all[4].mutable_grad() = some.all[4].grad().clone();
-  for (const Updater::Stretch& stretch : lent.lend().all) {
-    for (const Updater::Member& member : stretch.members) {
+  for (const Stretch& stretch : lent.lend().all) {
+    for (const Stretch::Member& member : stretch.members) {
       EXPECT_FALSE(member.parameter.is_same(some.all[0]) || member.parameter.is_same(some.all[4]));
     }
   }
@@ -141,8 +141,8 @@ TEST(Neighbours, WhoseGradientsChangePlacesMoveAlong) {
   }
   EXPECT_NE(lent.lend().number, number);
   for (size_t k = 0; k < some.all.size(); ++k) EXPECT_TRUE(some.all[k].equal(values[k])) << k;
-  for (const Updater::Stretch& stretch : lent.neighbours.stretches().all) {
-    for (const Updater::Member& member : stretch.members) {
+  for (const Stretch& stretch : lent.neighbours.stretches().all) {
+    for (const Stretch::Member& member : stretch.members) {
       EXPECT_TRUE(stretch.weight.narrow(0, member.offset, member.numel).equal(member.parameter));
     }
   }

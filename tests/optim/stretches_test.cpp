@@ -84,16 +84,16 @@ TEST_P(StretchesIn, AreThePiecesJoinedWhereNothingLiesBetweenThem) {
           pieces[piece.parameter.unsafeGetTensorImpl()] = piece;
           with_gradient += piece.gradient.defined() ? 1 : 0;
         }
-        const Updater::Stretches& stretches = impl.updater->lend_flat(impl.reducer->buckets());
+        const Stretches& stretches = impl.updater->lend_flat(impl.reducer->buckets());
         EXPECT_EQ(&stretches, &impl.updater->stretches());
         size_t members = 0;
-        for (const Updater::Stretch& stretch : stretches.all) {
+        for (const Stretch& stretch : stretches.all) {
           ASSERT_EQ(stretch.weight.sizes(), stretch.gradient.sizes());
           ASSERT_EQ(stretch.weight.scalar_type(), at::promoteTypes(one.dtype, at::kFloat));
           ASSERT_EQ(stretch.gradient.scalar_type(), stretch.weight.scalar_type());
           at::Tensor padding = at::ones({stretch.weight.numel()}, at::kBool);
           int64_t end = 0;
-          for (const Updater::Member& member : stretch.members) {
+          for (const Stretch::Member& member : stretch.members) {
             ++members;
             const auto found = pieces.find(member.parameter.unsafeGetTensorImpl());
             ASSERT_NE(found, pieces.end()) << "twice, or nobody's";
@@ -130,10 +130,10 @@ TEST_P(StretchesIn, AreThePiecesJoinedWhereNothingLiesBetweenThem) {
         EXPECT_EQ(stretches.all.size(), fewest);
         // The number tells whether something is other than before.
         std::vector<const void*> now;
-        for (const Updater::Stretch& stretch : stretches.all) {
+        for (const Stretch& stretch : stretches.all) {
           now.push_back(stretch.weight.const_data_ptr());
           now.push_back(reinterpret_cast<const void*>(stretch.weight.numel()));
-          for (const Updater::Member& member : stretch.members) now.push_back(member.parameter.unsafeGetTensorImpl());
+          for (const Stretch::Member& member : stretch.members) now.push_back(member.parameter.unsafeGetTensorImpl());
         }
         if (step > 0) {
           EXPECT_EQ(stretches.number == number, now == before);
@@ -141,11 +141,11 @@ TEST_P(StretchesIn, AreThePiecesJoinedWhereNothingLiesBetweenThem) {
         number = stretches.number;
         before = now;
 
-        for (const Updater::Stretch& stretch : stretches.all) {
+        for (const Stretch& stretch : stretches.all) {
           at::Tensor(stretch.weight).sub_(stretch.gradient, 0.25);
         }
         engine.end_step();
-        for (const Updater::Stretch& stretch : impl.updater->stretches().all) EXPECT_FALSE(stretch.gradient.defined());
+        for (const Stretch& stretch : impl.updater->stretches().all) EXPECT_FALSE(stretch.gradient.defined());
         engine.zero_grad();
         for (size_t i = 0; i < parameters.size(); ++i) {
           for (int rank = 0; rank < one.ranks && (one.used[step] >> i & 1U); ++rank) {
