@@ -1,4 +1,4 @@
-// When units are gathered and released: how often, for how long, in which order, and what becomes of changes meanwhile.
+// When units are gathered and released: how often, for how long, and in which order.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -6,43 +6,13 @@
 #include <functional>
 #include <thread>
 
-#include "unit/support/net.h"
+#include "unit/support/chain.h"
 #include "watch/wire.h"
 
 namespace plumb {
 namespace {
 
 using namespace test;
-using scenarios::Alike;
-
-// Five layers of one size, each a unit; odd sizes, so that cuts fall inside parameters.
-struct Chain : Alike {
-  Chain() : Alike(5) {}
-  at::Tensor forward(at::Tensor h, const std::function<void(const at::Tensor&)>& between = {}) {
-    for (auto& layer : layers) {
-      h = torch::tanh(layer->forward(h));
-      if (between) between(h);
-    }
-    return h;
-  }
-};
-
-enum class Gather { in_place, together };
-constexpr int64_t kNextAlone = 1;  // bytes of a window that holds no more than it must
-
-void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Engine&)>& body,
-              int64_t window = kNextAlone) {
-  run_local(ranks, [&](World world) {
-    static std::mutex building;
-    std::unique_lock lock(building);
-    torch::manual_seed(7);
-    Chain net;
-    lock.unlock();
-    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
-    if (how == Gather::together) engine.impl().units->gather_together(window);
-    body(world, net, engine);
-  });
-}
 
 int64_t layer_bytes(Engine& engine, int ranks) {
   int64_t bytes = 0;
@@ -51,8 +21,6 @@ int64_t layer_bytes(Engine& engine, int ranks) {
   EXPECT_EQ(bytes / 4 % ranks, 0);
   return bytes;
 }
-
-const at::Tensor ones = torch::ones({2, 6});
 
 TEST(Lifetime, AUnitIsGatheredOnceForItsForwardAndOnceForItsBackward) {
   on_ranks(3, Gather::in_place, [](World, Chain& net, Engine& engine) {
@@ -411,107 +379,6 @@ TEST(Lifetime, GathersThatDifferAreToldWithTheRankAndTheUnits) {
                                      testing::HasSubstr("where rank " + std::to_string(who) + " gathered"),
                                      testing::HasSubstr("'layer3."), testing::HasSubstr("as gather 3 of this pass")));
   }
-}
-
-// ---- changes
-
-TEST(Lifetime, WhatIsWrittenThroughAUnitInsideAWriteScopeIsKept) {
-  for (Gather how : {Gather::in_place, Gather::together}) {
-    on_ranks(3, how, [](World world, Chain& net, Engine& engine) {
-      const at::Tensor weight = net.layers[1]->weight, bias = net.layers[1]->bias;
-      const at::Tensor before = engine.full_parameter(bias);
-      {
-        at::NoGradGuard no_grad;
-        const auto scope = engine.gathered({weight}, Access::write);
-        net.layers[1]->weight.fill_(world.rank() == 0 ? 0.5 : 9.0);
-      }
-      EXPECT_TRUE(engine.full_parameter(weight).eq(0.5).all().item<bool>());
-      EXPECT_TRUE(engine.full_parameter(bias).equal(before));
-      net.forward(ones).sum().backward();  // and is no loss
-      engine.step();
-      EXPECT_EQ(gathered(engine), 0);
-    });
-  }
-}
-
-// A graph that saved a parameter before it was written fails on every rank, also where nothing was written.
-TEST(Lifetime, AWriteIsSeenByGraphsThatSavedTheOldValue) {
-  on_ranks(2, Gather::in_place, [](World world, Chain& net, Engine& engine) {
-    auto x = ones.clone().requires_grad_();
-    const at::Tensor y = net.forward(x);
-    const at::Tensor weight = net.layers[1]->weight;
-    {
-      at::NoGradGuard no_grad;
-      const auto scope = engine.gathered({weight}, Access::write);
-      if (world.rank() == 0) weight.mul_(2);
-    }
-    EXPECT_THAT([&] { torch::autograd::grad({y.sum()}, {x}); },
-                testing::Throws<std::exception>(
-                    testing::Property(&std::exception::what, testing::HasSubstr("modified by an inplace operation"))));
-    EXPECT_EQ(gathered(engine), 0);
-  });
-}
-
-// All parameters at once, cut in all places.
-TEST(Lifetime, EveryParameterGivenOtherMemoryComesHomeInAllItsParts) {
-  for (int ranks : {2, 3}) {
-    for (bool inside : {false, true}) {
-      on_ranks(ranks, Gather::in_place, [&](World, Chain& net, Engine& engine) {
-        std::vector<at::Tensor> values;
-        int64_t next = 0;
-        for (const auto& p : net.parameters()) {
-          values.push_back(at::arange(next, next + p.numel()).to(at::kFloat).view(p.sizes()));
-          next += p.numel();
-        }
-        const auto give = [&] {
-          for (size_t i = 0; i < values.size(); ++i) net.parameters()[i].set_data(values[i].clone());
-        };
-        if (inside) {
-          const auto scope = engine.gathered(net.parameters(), Access::write);
-          give();
-        } else {
-          give();
-          engine.step();
-        }
-        EXPECT_EQ(gathered(engine), 0);
-        for (size_t i = 0; i < values.size(); ++i) {
-          EXPECT_TRUE(engine.full_parameter(net.parameters()[i]).equal(values[i])) << i;
-        }
-      });
-    }
-  }
-}
-
-// ---- released parameters
-
-TEST(Lifetime, EveryUseOfAReleasedParameterIsAnErrorThatNamesIt) {
-  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine&) {
-    net.forward(ones);
-    for (const auto& item : net.named_parameters()) {
-      const at::Tensor& p = item.value();
-      const std::vector<std::function<void()>> uses = {
-          [&] { at::Tensor sum = p + 1; }, [&] { torch::nn::utils::parameters_to_vector({p}); },
-          [&] { p.detach().mul_(2); },     [&] { p.detach().clone(); },
-          [&] { p.sum().item<float>(); },  [&] { at::_foreach_norm(std::vector<at::Tensor>{p.detach()}); },
-          [&] { p.data_ptr<float>(); },
-      };
-      for (size_t i = 0; i < uses.size(); ++i) {
-        try {
-          uses[i]();
-          ADD_FAILURE() << "use " << i << " of " << item.key() << " read memory that is not there";
-        } catch (const std::exception& error) {
-          const std::string text = error.what(), first_line = text.substr(0, text.find('\n'));
-          EXPECT_THAT(first_line, testing::AllOf(testing::HasSubstr("'" + item.key() + "' was used while its unit is"),
-                                                 testing::HasSubstr("engine.gathered")));
-          EXPECT_THAT(text, testing::Not(testing::HasSubstr("frame #"))) << "libtorch's, which say nothing here";
-        }
-      }
-    }
-    EXPECT_THAT([] { at::ones({2}) + at::ones({3}); }, testing::Throws<std::exception>(testing::Property(
-                                                           &std::exception::what, testing::HasSubstr("frame #"))))
-        << "another error keeps its frames";
-    net.forward(ones).sum().backward();  // and whole again when they should be
-  });
 }
 
 }  // namespace
