@@ -216,6 +216,7 @@ OpenPass& Reducer::open_pass() {
   prepare_capture();
   OpenPass pass;
   pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
+  buckets_.take_back(members_.sinks());
   changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
   ++passes_;
