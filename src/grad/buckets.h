@@ -49,6 +49,9 @@ class Buckets {
 
   // A gradient that somebody keeps although .grad was cleared or replaced is his: the bucket gets other memory.
   void renew_kept();
+  // A .grad whose tensor was given other memory, or another shape (set_data, t_()), is the user's own from then on, and the sink's
+  // place is its own again.
+  void take_back(std::deque<Sink>& sinks);
   // A .grad that shares memory with somebody's place in a bucket (two gradients swapped by the user, say) gets memory of
   // its own before anything is copied.
   void untangle(std::deque<Sink>& sinks);

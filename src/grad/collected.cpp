@@ -15,6 +15,12 @@ at::Tensor Collected::accept(const OpenPass& pass, Sink& sink, const at::Tensor&
   }
   if (!gradient.defined()) return {};
   ledger_.delivered(sink.index);
+  if (goes_apart(bucket)) {
+    sink.collect_apart(gradient, bucket.dtype);
+    bucket.lanes.end_part(bucket.device(), sink.index);
+    ledger_.settled(sink.index);
+    return {};
+  }
   open_incoming(bucket);
   const double factor = sink.unscaled ? 1.0 : scale();
   if (!sink.collect_small(gradient, bucket.incoming.sum, factor)) {
@@ -30,6 +36,7 @@ void Collected::accumulated(Sink& sink) { sink.grad() = sink.grad().to(sink.rule
 GradTarget Collected::open_fused(const OpenPass* pass, Sink& sink) {
   Bucket& bucket = buckets_.of(sink);
   if (pass != nullptr && collects(*pass)) {
+    if (goes_apart(bucket)) return open_apart(sink, bucket);
     open_incoming(bucket);
     const at::Tensor place = place_of(bucket, sink);
     // Kernels know nothing of the mean: this sink's sum is scaled as a whole when the bucket is reduced.
@@ -37,11 +44,7 @@ GradTarget Collected::open_fused(const OpenPass* pass, Sink& sink) {
     sink.unscaled = true;
     return {place, sink.collected > 0};
   }
-  if (sink.grad_in_bucket() && crosses()) {
-    const bool first = !sink.apart.defined();
-    if (first) sink.apart = at::empty_like(sink.parameter, sink.parameter.options().dtype(bucket.dtype));
-    return {sink.apart, !first};
-  }
+  if (sink.grad_in_bucket() && stays_in_bucket()) return open_apart(sink, bucket);
   // Held on this rank, whole, until the next reduction.
   if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
   const bool fresh = !sink.grad().defined();
@@ -49,11 +52,17 @@ GradTarget Collected::open_fused(const OpenPass* pass, Sink& sink) {
   return {sink.grad(), !fresh};
 }
 
+GradTarget Collected::open_apart(Sink& sink, const Bucket& bucket) {
+  const bool first = !sink.apart.defined();
+  if (first) sink.apart = at::empty_like(sink.parameter, sink.parameter.options().dtype(bucket.dtype));
+  return {sink.apart, !first};
+}
+
 void Collected::wrote_fused(const OpenPass* pass, Sink& sink) {
   if (pass == nullptr) return;
   ledger_.delivered(sink.index);
   if (collects(*pass)) {
-    ++sink.collected;
+    if (!goes_apart(buckets_.of(sink))) ++sink.collected;
     sink.contributed = true;
     ledger_.settled(sink.index);
   } else {
@@ -124,6 +133,10 @@ void Collected::close_target(Bucket& bucket) {
   keep_for_current(incoming.sum);
   incoming.arriving.reset();
   incoming.sum.reset();
+  // What came meanwhile is added to this, which the engine alone has changed.
+  for (Sink* sink : bucket.sinks) {
+    if (sink->apart.defined()) sink->remember();
+  }
 }
 
 }  // namespace plumb

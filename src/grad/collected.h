@@ -22,8 +22,9 @@ class Collected : public Summing {
   // A contribution's factor.
   virtual double scale() const = 0;
   virtual at::Tensor memory_for(const Bucket& bucket) = 0;
-  // Whether several ranks hold each piece.
-  virtual bool crosses() const { return false; }
+  // Whether what .grad holds of the bucket is more than this rank can give to the next sum alone: several ranks hold it, or it is no
+  // mean yet. Then it stays, and what comes between two passes lies apart.
+  virtual bool stays_in_bucket() const = 0;
 
   at::Tensor place_of(Bucket& bucket, const Sink& sink) const {
     return view_in(bucket.incoming.sum, sink.slot.offset, sink);
@@ -36,6 +37,9 @@ class Collected : public Summing {
   void open_target(Bucket& bucket);
   // The reduction has arrived there.
   void close_target(Bucket& bucket);
+  // The place of a whole contribution that waits for the next reduction beside the piece in .grad.
+  static GradTarget open_apart(Sink& sink, const Bucket& bucket);
+  bool goes_apart(const Bucket& bucket) const { return bucket.under_way && !may_wait(); }
   // What waits to be added to the piece in .grad; undefined: nothing.
   at::Tensor take_apart(Sink& sink);
 };

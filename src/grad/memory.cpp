@@ -107,6 +107,33 @@ void Buckets::renew(Bucket& bucket) {
   }
 }
 
+void Buckets::take_back(std::deque<Sink>& sinks) {
+  for (Sink& sink : sinks) {
+    if (!sink.view.defined()) continue;
+    const Bucket& bucket = of(sink);
+    const bool sharded = team_.shards_gradient();  // then nobody but us has the view
+    const int64_t offset = sharded ? sink.view.storage_offset() : bucket.gradient.storage_offset() + sink.slot.offset;
+    const at::IntArrayRef sizes = sharded ? sink.view.sizes() : sink.parameter.sizes();
+    const at::IntArrayRef strides = sharded ? sink.view.strides() : at::IntArrayRef(sink.order);
+    const at::Tensor& shown = sink.shown;
+    if (shown.has_storage() && shown.storage().is_alias_of(bucket.gradient.storage()) &&
+        shown.storage_offset() == offset && shown.sizes() == sizes && shown.strides() == strides) {
+      continue;
+    }
+    at::NoGradGuard no_grad;
+    const at::Tensor theirs = sink.grad_in_bucket() ? shown.detach() : at::Tensor();
+    if (theirs.defined()) sink.grad().reset();
+    if (sharded) {
+      sink.rebind(sink.view, mark_piece(sink.view, piece_of(sink, bucket.kept)));
+    } else {
+      const at::Tensor view = view_in(bucket.gradient, sink.slot.offset, sink);
+      sink.rebind(view, view);
+    }
+    sink.remember();
+    if (theirs.defined()) sink.grad() = theirs;
+  }
+}
+
 void Buckets::untangle(std::deque<Sink>& sinks) {
   for (Sink& sink : sinks) {
     if (!sink.grad_elsewhere() || !sink.grad().has_storage()) continue;

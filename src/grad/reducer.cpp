@@ -130,9 +130,10 @@ void Reducer::join_pass(Sink& sink, bool contributes) {
   bucket.lanes.begin_part(bucket.device(), sink.index);
   // A module that runs again inside this backward (two checkpoints, say) brings a gradient for memory that is on its way.
   if (bucket.launched && fault != Fault::reduce_early) {
-    summing_->finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     bucket.late = true;
     ledger_.late(bucket.index);
+    if (!summing_->may_wait()) return;  // it is kept apart
+    summing_->finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
     if (contributes) sink.adopt(true);
   }
@@ -203,19 +204,12 @@ void Reducer::accumulator_changed(Sink& sink) {
 
 // ---- one pass
 
-// A wait inside of a backward may be for a rank that needs this one's shards first: one with more to do in a hook, say. Where waits are
-// the device's, the host goes on and answers.
-static bool may_be_asked_while_it_waits(Reducer& reducer) {
-  const auto units = reducer.gathering.lock();
-  if (!units || !units->asks() || reducer.buckets().empty()) return false;
-  return reducer.buckets().front().device().is_cpu() || reducer.shard().messages_are_dear();
-}
-
 OpenPass& Reducer::open_pass() {
   if (Timeline& timeline = timeline_of(world()); timeline.on()) timeline.enter(doing::backward, backward::began());
   prepare_capture();
   OpenPass pass;
   pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
+  buckets_.take_back(members_.sinks());
   changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
   ++passes_;
@@ -235,7 +229,7 @@ OpenPass& Reducer::open_pass() {
   buckets_.renew_kept();
   pass.rules_changed = buckets_.follow_rules();
   summing_->open_pass(pass, passes_, members_.sinks());
-  summing_->never_wait(may_be_asked_while_it_waits(*this));
+  summing_->never_wait(may_be_asked_while_it_waits());
   return pass_.emplace(std::move(pass));
 }
 
@@ -310,8 +304,7 @@ void Reducer::close_synced_pass(OpenPass& pass) {
       serve_gathers(Where::Kind::backward);
       exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
     }
-    const auto units = gathering.lock();
-    summing_->never_wait(units && units->asks());
+    summing_->never_wait(may_be_asked_while_it_waits());
     traffic_.launch_rest(where);
     serve_gathers(Where::Kind::backward);
     if (!pass.failure) pass.failure = summing_->take_failure();

@@ -179,6 +179,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void check_captured() const;
 
   // Agreement.
+  bool may_be_asked_while_it_waits();
   void serve_gathers(Where::Kind kind);
   Agreement exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
   void admit(const std::vector<int>& candidates);

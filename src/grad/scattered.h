@@ -26,6 +26,7 @@ class Scattered final : public Collected {
   int64_t together(c10::Device device, int64_t bucket_bytes) const override;
   void begin_rest(const Where& where) override;
   void never_wait(bool on) override { never_waits_ = on; }
+  bool may_wait() const override { return !never_waits_; }
   bool holds_in_buckets() const override { return false; }
   void finish_step() override;
 
@@ -37,7 +38,8 @@ class Scattered final : public Collected {
   void arrived(Bucket& bucket, const Where& where) override;
   void send(const std::vector<Bucket*>& buckets);
   void keep_few_in_flight();
-  bool crosses() const override { return team_.replicate().size() > 1; }
+  bool crosses() const { return team_.replicate().size() > 1; }
+  bool stays_in_bucket() const override { return crosses(); }
   void cross(Where where);  // the oldest in flight
   void give_back(Incoming& incoming);
 

@@ -170,6 +170,19 @@ bool Sink::collect_small(const at::Tensor& gradient, const at::Tensor& incoming,
   return true;
 }
 
+void Sink::collect_apart(const at::Tensor& gradient, at::ScalarType dtype) {
+  at::NoGradGuard no_grad;
+  check_fits(*this, gradient);
+  if (apart.defined()) {
+    apart.add_(dense_values(gradient));
+  } else {
+    apart = at::empty_like(parameter, parameter.options().dtype(dtype));
+    apart.copy_(dense_values(gradient));
+  }
+  keep_for_current(gradient);
+  contributed = true;
+}
+
 void Sink::hand_over(const at::Tensor& place, double scale) {
   at::NoGradGuard no_grad;
   at::Tensor& mine = grad();

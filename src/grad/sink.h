@@ -42,7 +42,9 @@ struct Sink {
   int64_t version = 0;  // of the view when the engine last left it
   bool agreed = false;  // the ranks had agreed on .grad then
   bool left = false;    // the user had left it so when an operation began to write it between passes
-  at::Tensor apart;     // what operations wrote then where a piece stays in .grad, since replicas hold it, too
+  // What waits beside the piece in .grad for the next reduction: what operations wrote between passes where replicas hold the piece,
+  // too; and what came while the bucket's reduction was on its way, and could not be waited for.
+  at::Tensor apart;
 
   // What this pass has brought.
   int deliveries = 0;        // gradients handed over
@@ -93,6 +95,8 @@ struct Sink {
   void collect(const at::Tensor& gradient, const at::Tensor& place, double scale);
   // The same for the first one, of few elements, into all of `incoming`; false: it is none of that kind, and nothing happened.
   bool collect_small(const at::Tensor& gradient, const at::Tensor& incoming, double scale);
+  // The same beside the piece, whole and in this dtype.
+  void collect_apart(const at::Tensor& gradient, at::ScalarType dtype);
   // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
   void hand_over(const at::Tensor& place, double scale);
   // Makes a piece a whole tensor again, such that the mean over the ranks gives the piece back: `copies` is how many

@@ -22,6 +22,7 @@ void Reducer::settle_step() {
   // step() may be called on another stream than the backwards.
   buckets_.for_devices([this](c10::Device device) { callers_.join(device); });
   for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
+  buckets_.take_back(members_.sinks());
   changes_.look_at_gradients(sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
   buckets_.renew_kept();
@@ -193,6 +194,7 @@ at::Tensor Reducer::full_gradient(const at::Tensor& parameter) {
 void Reducer::check_reduced(const std::string& what, const Bucket* bucket) {
   Lock lock(mutex_);
   check_alive();
+  if (!pass_) buckets_.take_back(members_.sinks());
   if (held_ && options_.deterministic) {
     throw Error(team_.rank(), what + " before step() in deterministic mode, which sums the shares there");
   }

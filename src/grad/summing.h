@@ -57,8 +57,10 @@ class Summing {
   virtual int64_t together(c10::Device /*device*/, int64_t /*bucket_bytes*/) const { return 0; }
   // Begins what reductions on their way still need of others, who would wait for it while this rank waits for them.
   virtual void begin_rest(const Where& /*where*/) {}
-  // Whether to begin one, or to collect for one, must not wait for others: they may be waiting for this rank elsewhere.
+  // Whether nothing waits for others before the backward has ended: they may be waiting for this rank elsewhere. A gradient of a
+  // bucket on its way is kept apart then, until that has come.
   virtual void never_wait(bool /*on*/) {}
+  virtual bool may_wait() const { return true; }
   // Waits for it.
   void finish(Bucket& bucket, const Where& where);
 

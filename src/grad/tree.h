@@ -22,6 +22,7 @@ class Tree final : public Collected {
  private:
   bool collects(const OpenPass&) const override { return true; }
   double scale() const override { return 1.0; }  // the sum of all of them is scaled
+  bool stays_in_bucket() const override { return true; }
   at::Tensor memory_for(const Bucket& bucket) override;
   void arrived(Bucket& bucket, const Where& where) override;
   void forget_shares(const Sink& sink);

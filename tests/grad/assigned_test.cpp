@@ -242,6 +242,38 @@ TEST(Assigned, AParameterGivenOtherMemoryOnOneRankIsAnErrorThatNamesIt) {
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("'a' was changed between steps"), HasSubstr("rank 1"))));
 }
 
+// p.grad.data = …, as many programs write it.
+TEST(Assigned, AGradientWhoseTensorWasGivenOtherMemoryIsThatMemory) {
+  for (const char* strategy : {"ddp", "zero1"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({4}), b = leaf({4});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      for (int step = 0; step < 2; ++step) {
+        const at::Tensor before = a.detach().clone();
+        (a + b).sum().backward();
+        at::Tensor kept = a.grad();
+        kept.set_data(at::full({4}, 3.0));
+        EXPECT_NEAR(engine.grad_norm().item<double>(), std::sqrt(40.0), 1e-5) << strategy;
+        EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>());
+        engine.step();
+        EXPECT_TRUE(a.detach().allclose(before - 3)) << strategy << ", step " << step;
+        engine.zero_grad();
+      }
+    });
+  }
+}
+
+TEST(Assigned, AGradientThatWasResizedIsAnErrorThatNamesIt) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = leaf({8});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    a.sum().backward();
+    a.mutable_grad().resize_({3});
+    engine.step();
+  });
+  EXPECT_THAT(texts, Each(AllOf(HasSubstr("'a' has shape [3]"), HasSubstr("expected [8]"))));
+}
+
 // Its own tensor, beside the engine's memory, is what the step takes.
 TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeTheStep) {
   run_local(2, [](World world) {

@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "plumb/nn.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -117,6 +118,54 @@ TEST(Deterministic, AStepWithTheWrongNumberOfBackwardsIsAnError) {
       EXPECT_THAT(error.what(), testing::HasSubstr("expected 4"));
     }
   });
+}
+
+// One that is put off comes when its share, or all of them, are in the sums, and is added to what is kept there.
+TEST(Deterministic, AWeightGradientThatComesBetweenBackwardsCountsOnce) {
+  const auto trained = [](const std::string& strategy, bool delayed, bool both) {
+    std::vector<at::Tensor> result;
+    run_local(2, [&](World world) {
+      auto model = std::make_shared<torch::nn::Module>("delayed");
+      Unit<nn::Linear> linear(nn::Linear(nn::LinearOptions{.in = 6, .out = 5, .delay_wgrad_compute = delayed}));
+      model->register_module("linear", linear);
+      {
+        at::NoGradGuard no_grad;
+        linear.get()->weight.copy_(at::arange(30).reshape({5, 6}).sin());
+        linear.get()->bias.zero_();
+      }
+      Options all = options(strategy);
+      all.virtual_ranks = 4;
+      all.clip_norm.reset();
+      Engine engine(world, *model, SGD{.lr = 0.1, .momentum = 0.9}, all);
+      for (int step = 0; step < 4; ++step) {
+        for (int i = 0; i < 2; ++i) {
+          const at::Tensor x = share(step, 2 * world.rank() + i);
+          at::Tensor loss = torch::tanh(linear(x)).pow(2).mean();
+          if (both) {  // a plain use beside it
+            const UnitScope scope(unit::door_of(linear.ptr()));
+            loss = loss + at::linear(x, linear.get()->weight).sin().mean();
+          }
+          loss.backward();
+          if (delayed && (step != 2 || i == 1)) linear->backward_dw();
+        }
+        engine.step();
+        if (step != 1) engine.zero_grad();
+      }
+      std::vector<at::Tensor> whole;
+      for (const auto& p : model->parameters()) whole.push_back(engine.full_parameter(p));
+      if (world.rank() == 0) result = whole;
+    });
+    return result;
+  };
+  for (const Strategy& row : strategies()) {
+    for (const bool both : {false, true}) {
+      const auto expected = trained(row.name, false, both), found = trained(row.name, true, both);
+      for (size_t i = 0; i < found.size(); ++i) {
+        EXPECT_TRUE(at::allclose(found[i], expected[i], 1e-5, 1e-6))
+            << row.name << ", parameter " << i << (both ? ", used plainly, too" : "");
+      }
+    }
+  }
 }
 
 // What a program may do to .grad between two shares, and after the last one, against the sums of one process.

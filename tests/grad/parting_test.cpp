@@ -70,6 +70,69 @@ TEST_P(Parting, OfRanksThatAskIsRightWhateverTheyUse) {
   }
 }
 
+// Layers that are units, and weights that are none: nobody asks before their gradients. The last two lie in one bucket, which is not
+// the last one.
+struct Weighed : Alike {
+  Weighed() : Alike(2) {
+    for (const char* name : {"first", "second", "third"})
+      weights.push_back(register_parameter(name, torch::randn({6})));
+  }
+  std::vector<at::Tensor> weights;
+};
+
+// Some ranks use them several times, in checkpoints: their bucket is on its way when the next gradient comes. The others need the
+// shards of those before they bring theirs, in a hook.
+Scenario late(bool fails) {
+  Scenario scenario{"P", "late", [] { return std::make_shared<Weighed>(); },
+                    [fails](Stage& stage) {
+                      auto& net = stage.as<Weighed>();
+                      for (int pass = 0; pass < 4; ++pass) {
+                        const bool throws = fails && pass == 1;
+                        const Checkpoint::Body body = [&net](const at::Tensor& x) {
+                          return torch::tanh(x * net.weights[1] + net.weights[2]);
+                        };
+                        at::Tensor h = stage.input({2, 6}, pass).requires_grad_();
+                        if ((stage.rank + pass) % 2 == 0) {
+                          for (int i = 0; i < 3; ++i) h = checkpoint(body, h);
+                        } else {
+                          h = body(h);
+                          h.register_hook([&](const at::Tensor& gradient) {
+                            const at::AutoGradMode on(true);
+                            const at::Tensor y = net.layers[pass % 2]->forward(stage.input({2, 6}, 10 + pass));
+                            stage.share(y.pow(2).sum()).backward();
+                            if (throws) throw std::runtime_error("planned");
+                            return gradient;
+                          });
+                        }
+                        for (auto& layer : net.layers) h = torch::tanh(layer->forward(h));
+                        try {
+                          stage.share(h.pow(2).sum()).backward();
+                        } catch (const std::runtime_error&) {
+                          if (!throws) throw;
+                        }
+                        if (throws) stage.zero_grad();
+                        if (pass != 2) stage.step();
+                        if (pass == 1) stage.all([&] { net.weights[2].mutable_grad().reset(); });
+                      }
+                    }};
+  scenario.optimizer = SGD{.lr = 0.05};
+  scenario.options.bucket_bytes = scenario.options.first_bucket_bytes = 2 * 6 * sizeof(float);
+  return scenario;
+}
+
+TEST_P(Parting, OfRanksThatAskHoldsUpNoLateGradient) {
+  const auto& [strategy, ranks] = GetParam();
+  for (const bool fails : {false, true}) {
+    const Scenario scenario = late(fails);
+    const Outcome expected = play_reference(scenario, ranks);
+    for (int of = 0; of < ranks; ++of) {
+      ASSERT_EQ(difference(expected, play_engine(scenario, ranks, strategy, of, Medium::asking), scenario.tolerance),
+                "")
+          << "rank " << of << (fails ? ", after a backward that failed" : "");
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, Parting,
                          testing::Values(std::pair("zero3", 2), std::pair("zero3", 3), std::pair("hsdp", 4)),
                          [](const auto& info) {

@@ -179,6 +179,21 @@ std::vector<Scenario> accumulation_scenarios() {
     stage.step();
   }));
   all.back().refused_with_pieces = "is another parameter's piece";
+  all.push_back(on_net("A4", "GivesTheTensorsOfGradientsOtherMemory", [](Stage& stage) {
+    for (int round = 0; round < 4; ++round) {
+      one_backward(stage, 2 * round);
+      for_each_gradient(stage, [](int i, at::Tensor& grad) {
+        if (!grad.defined()) return;
+        at::NoGradGuard no_grad;
+        if (i % 3 == 0) grad.set_data(at::full(grad.sizes(), 0.01 * (i + 1)));
+        if (i % 3 != 0 && grad.dim() == 2 && grad.size(0) == grad.size(1)) grad.t_();
+      });
+      if (round % 2 == 1) one_backward(stage, 2 * round + 1);
+      stage.step();
+      if (round == 1) stage.zero_grad();
+    }
+  }));
+  all.back().refused_with_pieces = "of a piece of a gradient";
   all.push_back(on_net("A5", "TwoForwardsThenTwoBackwardsInOrder", [](Stage& stage) {
     for (int step = 0; step < 3; ++step) {
       auto first = stage.share(stage.as<Net>().loss(stage.input({4, 6}, 2 * step)));
