@@ -27,7 +27,7 @@ std::vector<Piece> Updater::lend(std::deque<Bucket>& buckets) {
   return pieces;
 }
 
-const Updater::Stretches& Updater::lend_flat(std::deque<Bucket>& buckets) {
+const Stretches& Updater::lend_flat(std::deque<Bucket>& buckets) {
   at::NoGradGuard no_grad;
   std::vector<Stretch> now;
   for (Bucket& bucket : buckets) {
