@@ -9,6 +9,7 @@
 
 #include "engine/impl.h"
 #include "engine/support/plain.h"
+#include "world/world_impl.h"
 
 namespace plumb {
 namespace {
@@ -88,6 +89,35 @@ TEST(Construction, RefusesOptionsOutOfTheirRangesAndTakesThoseAtTheirEnds) {
     if (!off.deterministic) continue;
     off.deterministic = false;
     EXPECT_THAT(built(all[i].ranks, off), Each("none")) << "row " << i;
+  }
+}
+
+// ---- the mesh
+
+// Where nobody chose one, what replicates does so between machines, and shards inside of them.
+TEST(Construction, ReplicatesBetweenMachinesUnlessAMeshIsChosen) {
+  struct Row {
+    std::string strategy;
+    int ranks, each;  // on a machine; 0: nobody knows
+    Mesh chosen;
+    int replicate;  // that come out
+  };
+  const std::vector<Row> rows = {
+      {"hsdp", 6, 2, {}, 3},           {"hsdp", 6, 3, {}, 2},
+      {"hsdp", 4, 2, {}, 2},           {"hsdp", 6, 1, {}, 2},  // those of the strategy, from here on
+      {"hsdp", 6, 6, {}, 2},           {"hsdp", 6, 0, {}, 2},
+      {"zero3", 6, 2, {}, 1},          {"hsdp", 6, 2, {.replicate = 2}, 2},
+      {"hsdp", 6, 2, {.shard = 6}, 1},
+  };
+  for (const Row& row : rows) {
+    run_local(row.ranks, [&](World world) {
+      world.impl().ranks_per_machine = row.each;
+      at::Tensor weight = at::zeros({4}).requires_grad_();
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{}, {.strategy = row.strategy, .mesh = row.chosen});
+      const Mesh& mesh = engine.impl().reducer->team().mesh();
+      EXPECT_EQ(mesh.replicate, row.replicate) << row.strategy << " on " << row.ranks << ", " << row.each << " each";
+      EXPECT_EQ(mesh.shard, row.ranks / row.replicate);
+    });
   }
 }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "save/support/folder.h"
 #include "save/support/trained.h"
 
 namespace plumb {
@@ -102,6 +103,34 @@ TEST_P(RefillIn, GoesOnAsTheFirstOneDid) {
           ASSERT_EQ(later.difference(after), "") << which << " on " << ranks;
         }
       }
+    }
+  }
+}
+
+// Also where some of them are equal, and where another engine's began elsewhere.
+TEST(Refill, AndLoadGiveEveryGroupItsOwnLearningRate) {
+  const Scratch scratch;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(c10::str("seed ", seed));
+    Draw draw(seed);
+    Options options;
+    for (int group = 0; group < 4; ++group) {
+      const auto lr = draw.one_in(2) ? std::optional(1.0 + group) : std::nullopt;
+      options.groups.push_back(
+          {[group](const std::string& name) { return name.ends_with(std::to_string(group)); }, lr, {}});
+    }
+    Model first(3), second(4), third(5);
+    Engine engine(World(), first, SGD{.lr = 1}, options), taker(World(), second, SGD{.lr = 1}, options),
+        loader(World(), third, SGD{.lr = 1}, options);
+    if (!draw.one_in(4)) engine.set_lr(draw.of<double>({0.125, 0.25}));
+    for (int group = 0; group < 4; ++group) {
+      if (!draw.one_in(4)) engine.set_lr(group, draw.of<double>({0.125, 0.25}));
+    }
+    take(taker, state_of(engine));
+    loader.load(engine.save(scratch.path("all")));
+    for (const Engine* other : {&taker, &loader}) {
+      EXPECT_EQ(other->lr(), engine.lr());
+      for (int group = 0; group < 4; ++group) EXPECT_EQ(other->lr(group), engine.lr(group)) << group;
     }
   }
 }

@@ -124,5 +124,26 @@ TEST(Refusal, OfAParameterThatHasAnEngineNamesItAndTheRank) {
   }
 }
 
+// Nobody waits for the rank that left, and nobody takes its sum for whole.
+TEST(Refusal, OfAPassThatOneRankLeftByAnExceptionReachesAll) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = at::zeros({8}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
+    const auto run = [&](bool leaves) {
+      const auto pass = engine.pass();
+      a.sum().backward();
+      if (leaves) throw std::logic_error("enough");
+      a.sum().backward();
+    };
+    EXPECT_THAT([&] { run(world.rank() == 1); },
+                ThrowsMessage<std::exception>(HasSubstr(world.rank() == 1 ? "enough" : "failed on rank 1")));
+    engine.zero_grad();
+    run(false);
+    engine.step();
+    EXPECT_TRUE(a.detach().eq(-2).all().item<bool>());
+  });
+  EXPECT_THAT(texts, Each("none"));
+}
+
 }  // namespace
 }  // namespace plumb

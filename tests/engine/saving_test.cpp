@@ -150,6 +150,8 @@ TEST(Save, KeepsExtrasAndTheNewestOnly) {
                     [&](const NamedTensors& saved) { loaded = saved[0].second; }};
   for (int i = 0; i < 3; ++i) engine.save(scratch.path("all"), {.keep = 2, .extras = {extra}});
   EXPECT_EQ(save::checkpoints_in(scratch.path("all")).size(), 2u);
+  for (int i = 0; i < 2; ++i) engine.save(scratch.path("all"), {.extras = {extra}});  // as many as there are
+  EXPECT_EQ(save::checkpoints_in(scratch.path("all")).size(), 4u);
   engine.load(scratch.path("all"), {.extras = {extra}});
   EXPECT_TRUE(loaded.equal(mine));
   EXPECT_THAT(errors(1, [&](World) { engine.load(scratch.path("all")); })[0], HasSubstr("extra     extra 'loader'"));

@@ -325,5 +325,20 @@ TEST(Step, IsFollowedByGatheredParametersThatCanBeReadAndWritten) {
   }
 }
 
+// Of every parameter, whoever trains it still.
+TEST(Step, IsFollowedByGradientsThatAreAllCleared) {
+  for (const std::string strategy : {"ddp", "zero2", "zero3"}) {
+    run_local(2, [&](World world) {
+      Parts model(5);
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = strategy});
+      engine.backward(model.loss(ones(1)));
+      engine.step();
+      for (const size_t frozen : {0, 4}) model.parameters()[frozen].set_requires_grad(false);
+      engine.zero_grad();
+      for (const at::Tensor& one : model.parameters()) EXPECT_FALSE(one.grad().defined()) << strategy;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb

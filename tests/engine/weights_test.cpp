@@ -69,6 +69,24 @@ TEST_P(Weighted, BackwardsAreTheMeanOverAllThings) {
   }
 }
 
+// Before anything came, here and everywhere: it is run again, and nothing needs to be cleared.
+TEST_P(Weighted, ABackwardThatFailedWeighsNothing) {
+  run_local(2, [](World world) {
+    Parts model(3);
+    Engine engine(world, model, SGD{.lr = 0.5}, {.strategy = GetParam()});
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& one : model.parameters()) before.push_back(engine.full_parameter(one));
+    const at::Tensor bad = model.loss(ones(1)) * 2;
+    bad.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+    EXPECT_ANY_THROW(engine.backward(bad, false, 100.0));
+    engine.backward(model.loss(ones(6)), false, 2.0 + 2 * world.rank());
+    engine.step();
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_LT(distance(engine.full_parameter(model.parameters()[i]), before[i] - 1), 1e-12) << i;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Weighted, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 

@@ -5,6 +5,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "plumb/fused.h"
 #include "plumb/plumb.h"
 #include "watch/wire.h"
 
@@ -23,8 +24,8 @@ at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
 // A tensor of its own beside the engine's, or a piece of nothing: neither was cleared, changed or left where the other ranks' was
 // cleared.
 TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOfThem) {
-  for (const int who : {0, 1}) {
-    const auto graphs = errors(2, [&](World world) {
+  for (const int who : {0, 1, 2}) {
+    const auto graphs = errors(3, [&](World world) {
       at::Tensor a = at::ones({4}).requires_grad_(), b = leaf({3});
       Engine engine(world, NamedTensors{{"b", b}, {"a", a}}, {}, SGD{.lr = 1});
       (a.pow(2).sum() + b.sum()).backward({}, true, /*create_graph=*/true);
@@ -37,8 +38,10 @@ TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOf
       }
     });
     EXPECT_THAT(graphs, Each(AllOf(HasSubstr("'a'"), HasSubstr("at step()"),
-                                   HasSubstr(who == 0 ? "no gradient on rank 0 and one on rank 1"
-                                                      : "a gradient on rank 0 and none on rank 1"))));
+                                   HasSubstr(who == 0   ? "no gradient on rank 0 and one on rank 1"
+                                             : who == 1 ? "a gradient on rank 0 and none on rank 1"
+                                                        : "a gradient on rank 0 and none on rank 2"))));
+    if (who == 2) continue;
     // Sixteen elements of two ranks' thirty-two: the second has none of them.
     const auto pieces = errors(2, [&](World world) {
       at::Tensor a = leaf({16}), b = leaf({16});
@@ -50,6 +53,29 @@ TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOf
       engine.step();
     });
     EXPECT_THAT(pieces, Each(HasSubstr("alike on every rank")));
+  }
+}
+
+// What an operation writes between two passes is no change of the user's, and hides none.
+TEST(AgreedGradients, ThatOneRankAloneChangedAreNamedThoughAnOperationWroteThemSince) {
+  for (const bool changed : {false, true}) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf({8});
+      Engine engine(world, NamedTensors{{"layer.a", a}}, {}, SGD{.lr = 1});
+      a.sum().backward();
+      if (changed && world.rank() == 1) a.mutable_grad().mul_(2);
+      const auto sink = sink_of(a);
+      sink->put_off();
+      const GradTarget target = sink->open();
+      EXPECT_TRUE(target.accumulate);
+      target.buffer.add_(world.rank());
+      sink->wrote();
+      sink->made_up();
+      engine.step();
+      EXPECT_TRUE(a.detach().eq(-1.5).all().item<bool>());
+    });
+    EXPECT_THAT(texts, Each(changed ? HasSubstr("'layer.a' was left on rank 0 and changed in place on rank 1")
+                                    : HasSubstr("none")));
   }
 }
 

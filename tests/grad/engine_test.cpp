@@ -223,14 +223,32 @@ TEST(Engine, GradientsCanBeDetachedInPlace) {
   }
 }
 
+// Any of several in one bucket, wherever the ranks' parts of it end.
 TEST(Engine, GivesTheWholeOfAGradientThatTheUserReplaced) {
   for (const char* strategy : {"ddp", "zero2", "zero3"}) {
-    run_local(2, [&](World world) {
-      auto weight = leaf({1, 2, 3});
-      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{}, {.strategy = strategy});
-      (weight * (world.rank() + 1)).sum().backward();
-      weight.mutable_grad() = weight.grad() * 0.5;
-      expect_close(engine.full_gradient(weight), {0.75, 0.75, 0.75});
+    run_local(3, [&](World world) {
+      const std::vector<int64_t> sizes = {3, 7, 1, 12, 5};
+      NamedTensors named;
+      for (const int64_t size : sizes) {
+        named.emplace_back("p" + std::to_string(size), at::zeros({size}).requires_grad_());
+      }
+      Engine engine(world, named, {}, SGD{}, {.strategy = strategy});
+      const auto numbers = [&](size_t i) { return at::arange(sizes[i], at::kFloat) + 1; };
+      for (size_t replaced = 0; replaced < sizes.size(); ++replaced) {
+        at::Tensor loss = at::zeros({});
+        for (size_t i = 0; i < sizes.size(); ++i) {
+          loss = loss + (named[i].second * numbers(i)).sum() * (world.rank() + 1 + static_cast<int>(i));
+        }
+        loss.backward();
+        at::Tensor& gradient = named[replaced].second.mutable_grad();
+        gradient = gradient * 0.5;
+        for (size_t i = 0; i < sizes.size(); ++i) {
+          const double mean = (2.0 + static_cast<double>(i)) * (i == replaced ? 0.5 : 1.0);
+          EXPECT_TRUE(at::allclose(engine.full_gradient(named[i].second), numbers(i) * mean))
+              << strategy << ": of " << i << ", replaced " << replaced;
+        }
+        engine.zero_grad();
+      }
     });
   }
 }

@@ -126,6 +126,28 @@ TEST(BetweenSteps, WhatWasPutOffIsNoMeanYet) {
   }
 }
 
+// It waits for nothing after the step before which it was cleared.
+TEST(BetweenSteps, WhatWasPutOffAndClearedIsGone) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({64}), b = leaf({64});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64});
+      (a.sum() + b.sum()).backward();
+      const auto sink = sink_of(a);
+      sink->put_off();
+      sink->open().buffer.fill_(5);
+      sink->wrote();
+      sink->made_up();
+      engine.zero_grad();
+      engine.step();
+      EXPECT_EQ(engine.grad_norm().item<float>(), 0) << strategy;
+      EXPECT_FALSE(engine.full_gradient(a).defined()) << strategy;
+      EXPECT_TRUE(engine.full_parameter(a).eq(0).all().item<bool>()) << strategy;
+    });
+  }
+}
+
 // Replicas hold their piece until the next sum: what waits to be added to it would not be scaled with it.
 TEST(BetweenSteps, AGradientThatSomethingWaitsForIsNotChangedInPlaceWhereReplicasHoldIt) {
   const auto texts = errors(4, [](World world) {

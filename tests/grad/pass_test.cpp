@@ -1,0 +1,84 @@
+// engine.pass(): the backwards inside of it are one pass, reduced when it ends, and one that fails among them is told to all.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "errors.h"
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+using test::errors;
+using testing::Each;
+using testing::HasSubstr;
+
+at::Tensor leaf(int64_t size) { return at::zeros({size}).requires_grad_(); }
+
+class PassIn : public testing::TestWithParam<std::string> {};
+
+TEST_P(PassIn, IsOneHoweverManyBackwardsItHolds) {
+  run_local(4, [](World world) {
+    at::Tensor a = leaf(5), b = leaf(40);
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .bucket_bytes = 64, .first_bucket_bytes = 64});
+    for (int step = 1; step <= 3; ++step) {
+      {
+        const auto pass = engine.pass();
+        for (int i = 0; i < 3; ++i) {
+          (a.sum() * (world.rank() + i)).backward();
+          if (i == 1) b.sum().backward();
+        }
+      }
+      EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 1);
+      EXPECT_TRUE(engine.full_gradient(a).eq(7.5).all().item<bool>());
+      EXPECT_TRUE(engine.full_gradient(b).eq(1).all().item<bool>());
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-7.5 * step).all().item<bool>());
+      EXPECT_TRUE(engine.full_parameter(b).eq(-1.0 * step).all().item<bool>());
+    }
+  });
+}
+
+// Whichever of them it is, and though the program goes on: the sum lacks what it did not bring.
+TEST_P(PassIn, FailsOnEveryRankWithAnyOfItsBackwards) {
+  for (int which = 0; which < 3; ++which) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf(5), b = leaf(40);
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+      const auto run = [&](bool fails) {
+        const auto pass = engine.pass();
+        for (int i = 0; i < 3; ++i) {
+          const at::Tensor y = a * 2;
+          if (fails && i == which) {
+            y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+          }
+          try {
+            (y.sum() + b.sum()).backward();
+          } catch (const std::exception&) {
+            EXPECT_TRUE(fails && i == which);
+          }
+        }
+      };
+      for (int step = 1; step <= 2; ++step) {
+        EXPECT_THAT(
+            [&] { run(world.rank() == 1); },
+            testing::ThrowsMessage<std::exception>(HasSubstr(world.rank() == 1 ? "planned" : "failed on rank 1")));
+        engine.zero_grad();
+        run(false);
+        engine.step();
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(a).eq(-6.0 * step).all().item<bool>());
+        EXPECT_TRUE(engine.full_parameter(b).eq(-3.0 * step).all().item<bool>());
+      }
+    });
+    EXPECT_THAT(texts, Each("none")) << which;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, PassIn, testing::Values("ddp", "zero1", "zero2", "hsdp"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace plumb
