@@ -64,10 +64,12 @@ class Flat:
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # by what is stepped
         self._begun = False
         self._layout: list[list[int]] = []  # of his groups: the parameters
-        self._keys: list[Any] = []  # of the state as it was shown last
+        self._keys: list[Any] = []  # of the state before this step
         self._dicts: list[dict[str, Any]] = []  # and what it has for them
         self._inner: list[Any] = []  # and their values
-        self._versions: list[int] = []  # of the numbers
+        self._tensors: list[torch.Tensor] = []  # among them
+        self._places: list[int] = []  # and where these lie
+        self._numbers: list[Any] = []  # as they were shown
         self._formed = False  # anew, for this step
         self._doubt = 0  # grows where gradients come for other parameters again and again
 
@@ -119,7 +121,9 @@ class Flat:
             self._keys = list(self._optimizer.state)
             self._dicts = list(self._optimizer.state.values())
             self._inner = list(chain.from_iterable(map(dict.values, self._dicts)))
-        self._versions = [count._version for run in self._runs for count in run.counts.values()]
+            self._tensors = [value for value in self._inner if torch.is_tensor(value)]
+            self._places = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._numbers = self._numbers_now()
 
     # ---- from what is shown to the flat state
 
@@ -131,13 +135,21 @@ class Flat:
         inner = list(chain.from_iterable(map(dict.values, dicts)))
         if len(inner) != len(self._inner) or not all(map(is_, inner, self._inner)):
             return True
-        if self._versions != [count._version for run in self._runs for count in run.counts.values()]:
+        if self._places != list(map(torch.Tensor.data_ptr, self._tensors)):  # one was given other memory (`.data =`)
+            return True
+        if self._numbers != self._numbers_now():
             return True
         return self._layout != [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+
+    def _numbers_now(self) -> list[Any]:
+        """What members' numbers are: their values, also where whoever wrote them told no version of it; on a device, which is not waited for, the version."""
+        counts = chain.from_iterable(run.counts.values() for run in self._runs)
+        return [count.tolist() if count.device.type == "cpu" else count._version for count in counts]
 
     def _form(self, stretches: list[tuple[torch.Tensor, list[tuple[torch.Tensor, int, int, int]]]]) -> None:
         self._layout = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         group_of = {parameter: g for g, group in enumerate(self._layout) for parameter in group}
+        self._keys = list(self._optimizer.state)
         self._runs = []
         self.state = defaultdict(dict)
         for index, (weight, members) in enumerate(stretches):
@@ -198,7 +210,8 @@ class Flat:
             flat = torch.zeros(size, dtype=value.dtype, device=value.device)
             for key, offset in zip(keys, offsets, strict=True):
                 shown = self._optimizer.state[key]
-                shown[name] = self._view(flat, offset, key).copy_(shown[name])  # at once, or all of it would be there twice
+                view = self._view(flat, offset, key).copy_(shown[name])
+                shown[name] = self._moved(shown[name], view)  # at once, or all of it would be there twice
             self.state[leaf][name] = flat
 
     # ---- and back
@@ -213,6 +226,15 @@ class Flat:
     @staticmethod
     def _view(flat: torch.Tensor, offset: int, key: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(key.shape, key.stride(), flat.storage_offset() + offset)
+
+    @staticmethod
+    def _moved(value: Any, view: torch.Tensor) -> torch.Tensor:
+        """The tensor that people know, over this memory: a step goes on writing into what they took from the state, or loaded, as it does without us."""
+        if type(value) is not torch.Tensor or value.shape != view.shape or value.dtype != view.dtype or value.is_inference():
+            return view
+        if value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
+            value.data = view
+        return value
 
     def _show(self, run: _Run) -> bool:
         """Brings the members' state in line with the run's. Whether they have other values than before, and not only other numbers in them."""
@@ -233,12 +255,15 @@ class Flat:
             if torch.is_tensor(value) and value.dim() == 0:
                 run.counts[name] = value.detach().expand(len(run.keys)).clone()
         for number, (key, offset) in enumerate(zip(run.keys, run.offsets, strict=True)):
-            self._optimizer.state[key] = {
-                name: run.counts[name][number]
-                if name in run.counts
-                else self._view(value, offset, key)
-                if torch.is_tensor(value) and value.numel() == run.leaf.numel()
-                else value
-                for name, value in state.items()
-            }
+            shown = self._optimizer.state[key]
+            news = {name: self._member(run, name, number, offset, key, value, shown.get(name)) for name, value in state.items()}
+            shown.clear()
+            shown.update(news)
         return True
+
+    def _member(self, run: _Run, name: str, number: int, offset: int, key: torch.Tensor, value: Any, shown: Any) -> Any:
+        if name in run.counts:
+            return self._moved(shown, run.counts[name][number])
+        if torch.is_tensor(value) and value.numel() == run.leaf.numel():
+            return self._moved(shown, self._view(value, offset, key))
+        return value

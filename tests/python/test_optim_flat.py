@@ -63,6 +63,10 @@ def touched(strategy: str, what: str) -> float:
                     state["exp_avg"].mul_(3)
                 elif what == "count":
                     state["step"].add_(5)
+                elif what == "count untold":
+                    state["step"].data.add_(5)
+                elif what == "other memory":
+                    state["exp_avg"].data = state["exp_avg"].data * 2
                 elif what == "replaced":
                     state["exp_avg_sq"] = state["exp_avg_sq"] * 2
                 elif what == "forgotten":
@@ -72,7 +76,7 @@ def touched(strategy: str, what: str) -> float:
     return distance(engine, model, twin)
 
 
-@pytest.mark.parametrize("what", ["moment", "count", "replaced", "forgotten", "loaded"])
+@pytest.mark.parametrize("what", ["moment", "count", "count untold", "other memory", "replaced", "forgotten", "loaded"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_what_the_user_does_to_the_state_is_what_the_next_step_goes_on_from(strategy: str, what: str) -> None:
     assert max(plumb.spawn(touched, 2, (strategy, what))) < 1e-9

@@ -142,7 +142,13 @@ def test_parameters_that_get_no_gradient_keep_their_state_and_count(stepped: lis
     assert counts == {2.0, 4.0}
 
 
-@pytest.mark.parametrize("what", ["moment", "count", "replaced", "forgotten", "popped", "loaded", "new group", "other rate", "frozen", "other memory"])
+DONE_BETWEEN_STEPS = [
+    "moment", "count", "count untold", "replaced", "other memory of a moment", "other memory of a count", "forgotten", "popped", "all forgotten",
+    "loaded", "new group", "other rate", "frozen", "other memory",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DONE_BETWEEN_STEPS)
 def test_what_the_user_does_between_steps_is_what_the_next_one_goes_on_from(what: str) -> None:
     both = Both()
     for number in range(4):
@@ -155,12 +161,20 @@ def test_what_the_user_does_between_steps_is_what_the_next_one_goes_on_from(what
                 state["exp_avg"].mul_(3)
             elif what == "count":
                 state["step"].add_(5)
+            elif what == "count untold":
+                state["step"].data.add_(5)  # which has a version of its own
             elif what == "replaced":
                 state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+            elif what == "other memory of a moment":
+                state["exp_avg"].data = state["exp_avg"].data * 2
+            elif what == "other memory of a count":
+                state["step"].data = state["step"].data + 5
             elif what == "forgotten":
                 state.clear()
             elif what == "popped":
                 del optimizer.state[model.first.bias]
+            elif what == "all forgotten":
+                optimizer.state.clear()
             elif what == "loaded":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             elif what == "new group":
@@ -172,6 +186,29 @@ def test_what_the_user_does_between_steps_is_what_the_next_one_goes_on_from(what
                 model.second.requires_grad_(False)
             elif what == "other memory":
                 model.second.weight.data = model.second.weight.data * 2
+    both.check()
+
+
+def test_what_was_taken_from_the_state_is_what_later_steps_write_into() -> None:
+    both = Both()
+    both.step(0)
+    taken = [{key: dict(value) for key, value in optimizer.state_dict()["state"].items()} for optimizer in both.optimizers]
+    for number in range(1, 4):
+        both.step(number, rare=number == 2)  # flat state is made again
+    for mine, other in zip(*(one.values() for one in taken), strict=True):
+        for key, value in other.items():
+            assert torch.equal(mine[key], value), key
+    both.check()
+
+
+def test_state_that_was_loaded_is_stepped_where_it_is_and_loaded_again_as_it_became() -> None:
+    both = Both()
+    both.step(0)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in both.optimizers]
+    for number in range(1, 4):
+        for optimizer, state in zip(both.optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)  # torch keeps the tensors that it is given
+        both.step(number)
     both.check()
 
 
