@@ -20,6 +20,7 @@ from . import build, zero
 from .config import Config, ConfigError
 from .methods import NOT_HERE
 from .optimizer import DeepSpeedOptimizer
+from .outside import Outside
 from .settings import Settings
 
 logger = logging.getLogger("plumb.deepspeed")
@@ -76,6 +77,7 @@ class DeepSpeedEngine(Settings):
             self._config = Config(config, self._world.size)
             self.config: dict[str, Any] = self._config.given
             build.check_mpu(mpu, self._world.size)
+            zero.take_over(model)
             self.module = model
             self.mpu, self.collate_fn, self.args = mpu, collate_fn, args
             build.cast(model, self._config)
@@ -89,6 +91,7 @@ class DeepSpeedEngine(Settings):
                     self._world.refuse(str(error))
             raise
         self.engine = Engine(model, self.basic_optimizer, world=self._world, **options)
+        self._outside = Outside(model, options["units"]) if "units" in options else None
         wraps = self.zero_optimization_stage() > 0 or self._config.half is not None
         self.optimizer: Any = self.basic_optimizer
         if self.basic_optimizer is not None and wraps:
@@ -102,6 +105,8 @@ class DeepSpeedEngine(Settings):
         self._step_applied = False
         self._grad_norm: float | None = None
         zero.claim(self)
+        if self._outside is not None:
+            zero.describe(model, self._outside.parameters, self._part_of)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
     # ---- a forward, a backward, a step
@@ -292,7 +297,15 @@ class DeepSpeedEngine(Settings):
     def destroy(self) -> None:
         """Lets go of the model."""
         self._destroyed = True
+        if self._outside is not None:
+            self._outside.close()
+            zero.forget(self.module)
         self.engine.close()
+
+    def _part_of(self, parameter: torch.Tensor) -> int:
+        """How many elements of it this rank updates."""
+        begin, end = self.engine._engine.updated_range(parameter) if parameter.requires_grad else (0, parameter.numel())
+        return end - begin
 
     @property
     def destroyed(self) -> bool:

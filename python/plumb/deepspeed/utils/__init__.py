@@ -183,10 +183,10 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     if not owner.in_pieces(param) or not param.requires_grad:
         return None if mine is None else mine.clone()
     begin, end = _range(param)
-    if mine is None:  # another rank's alone, or nobody's yet
-        if begin == end and owner.steps_taken():
-            return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
-        return None
+    if not any(owner.engine._engine.exchange("" if mine is None else "here", "safe_get_full_optimizer_state()")):
+        return None  # nobody's, or nobody's yet
+    if mine is None:  # another rank's alone
+        return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
     if mine.numel() != end - begin:
         raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {list(mine.shape)} on this rank")
     return owner.engine._engine.assemble(param, mine)
