@@ -198,6 +198,7 @@ def load(
     else:
         path = _load_weights(engine, folder, record, module_strict, module_only, custom)
     engine._backwards, engine._held, engine._step_applied = 0, False, False
+    engine._told.clear()
     return path, record.client_state
 
 

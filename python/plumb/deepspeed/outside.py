@@ -101,9 +101,12 @@ class Outside:
     # ---- hooks
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._here.forwards += 1
+        if not torch.compiler.is_compiling():  # a graph takes what its units have
+            self._here.forwards += 1
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         here = self._here
         here.forwards -= 1
         if here.forwards:
@@ -117,10 +120,13 @@ class Outside:
                 )
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        entered = self._here.units
-        entered[id(module)] = entered.get(id(module), 0) + 1
+        if not torch.compiler.is_compiling():
+            entered = self._here.units
+            entered[id(module)] = entered.get(id(module), 0) + 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         self._here.units[id(module)] -= 1
         return self._returned(output)
 
@@ -155,7 +161,7 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        return parameter if parameter is None else self._outside.found(parameter)
+        return parameter if parameter is None or torch.compiler.is_compiling() else self._outside.found(parameter)
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
