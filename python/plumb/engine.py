@@ -329,6 +329,7 @@ class Engine:
         extras: _save.Extras | None = None,
         background: bool = False,
         leave_out: Collection[str] = (),
+        within_step: bool = False,
     ) -> str:
         """Saves all that a run needs to go on bit for bit, generators of torch, Python and numpy too, as one new checkpoint in ``folder``; returns its path.
 
@@ -341,6 +342,7 @@ class Engine:
             extras: things with ``state_dict()`` and ``load_state_dict()`` by name: schedulers, samplers. Rank 0's are saved.
             background: returns ("") once the state is copied; what fails is raised by the next step or ``finish_save()``.
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
+            within_step: also between the backwards of a step; what is saved is of the step before, without their gradients.
         """
         outer: _C.Outer | None = None
         refusal, where = "", ""
@@ -355,7 +357,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001  (every rank hears of it)
             refusal = str(error).removeprefix("plumb: ") or type(error).__name__
             samples = keep = 0
-        return self._engine.save(where, samples, keep, background, words, outer, left, _save.generators(), refusal)
+        return self._engine.save(where, samples, keep, background, words, outer, left, _save.generators(), refusal, within_step)
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""

@@ -335,6 +335,13 @@ class Pieces:
         flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
         return flat
 
+    def is_piece(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether this state, beside where the piece begins, is of its elements; otherwise it is of the parameter as a whole."""
+        leaf = self.leaf_of.get(id(parameter))
+        if leaf is not None and value.dim() == 1:
+            return value.numel() == leaf.numel()
+        return value.dim() == 1 and (not self.whole or value.numel() in (0, parameter.numel()))
+
     def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
         """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
         leaf = self.leaf_of.get(id(parameter))

@@ -108,6 +108,10 @@ class Whole:
         """The optimizer's state of a parameter; None: of all of it."""
         return dict(self.optimizer.state.get(parameter, {})), None
 
+    def is_piece(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """There are none."""
+        return False
+
     def speaks_for(self, parameter: torch.Tensor, rank: int) -> bool:
         """Whether this rank gives what the optimizer keeps of the parameter as a whole."""
         return rank == 0

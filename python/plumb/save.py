@@ -288,7 +288,7 @@ def collect(
                         tensors += [OuterTensor(Place.other, name, f"{key}/{inner}", one) for inner, one in inside]
                 elif not torch.is_tensor(value):
                     values.setdefault(name, {})[key] = _text(value, f"'{key}' of '{name}'")
-                elif begin is not None and value.dim() == 1:
+                elif begin is not None and steps.is_piece(parameter, value):
                     tensors.append(OuterTensor(Place.piece, name, key, value, begin))
                 elif begin is None and value.shape == parameter.shape and not optim.is_number(key, value, parameter):
                     tensors.append(OuterTensor(Place.whole, name, key, value))

@@ -263,7 +263,7 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
                     state.setdefault(name, {})[key] = Shards.of_flat(parameter, flat[first:last], first)
                 elif begin is None and value.shape == parameter.shape:
                     state.setdefault(name, {})[key] = Shards.of_whole(value)
-                elif begin is not None and value.dim() == 1:
+                elif begin is not None and steps.is_piece(parameter, value):
                     state.setdefault(name, {})[key] = Shards.of_flat(parameter, value, begin)
                 else:
                     raise Error(f"'{key}' of '{name}' has shape {list(value.shape)}, which is not the parameter's: use engine.save()")

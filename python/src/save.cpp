@@ -54,13 +54,14 @@ std::vector<Extra> extras_of(const ExtraWords& words) {
 
 std::string save(EngineObject& self, const std::string& folder, int64_t samples, int64_t keep, bool background,
                  const ExtraWords& extras, const std::optional<Outer>& outer, const std::vector<std::string>& leave_out,
-                 const NamedTensors& generators, const std::string& refusal) {
+                 const NamedTensors& generators, const std::string& refusal, bool within_step) {
   Engine& engine = *self;
   const SaveOptions options{samples, keep, extras_of(extras), leave_out};
   py::gil_scoped_release released;
   auto& saving = engine.impl().saving;
   if (!saving) saving = std::make_shared<Saving>(engine.impl());
-  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no, generators, refusal);
+  saving->begin(folder, options, outer ? &*outer : nullptr, background ? Copy::yes : Copy::no, generators, refusal,
+                within_step ? When::between_backwards : When::between_steps);
   return background ? "" : saving->finish();
 }
 
@@ -144,7 +145,7 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
       .def("apply", &Loading::apply, no_gil());
   engine
       .def("save", &save, "folder"_a, "samples"_a, "keep"_a, "background"_a, "extras"_a, "outer"_a, "leave_out"_a,
-           "generators"_a, "refusal"_a)
+           "generators"_a, "refusal"_a, "within_step"_a)
       .def(
           "finish_save", [](EngineObject& self) { return (*self).finish_save(); }, no_gil())
       .def(

@@ -1,6 +1,7 @@
 #include "engine/saving.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <deque>
@@ -35,12 +36,17 @@ std::string absolute(const std::string& folder) {
 Where Saving::here(const std::string& what) const { return impl_.reducer->here(Where::Kind::step, what); }
 
 // Rank 0 makes room on the disk, and everybody sees it: where the files go.
-std::string Saving::prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal) {
+std::string Saving::prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal,
+                            When when) {
   writer_ = nullptr;
   const std::string steps = std::to_string(impl_.reducer->steps()), samples = std::to_string(options.samples);
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
-    impl_.reducer->check_between_steps("save()");
+    if (when == When::between_steps) {
+      impl_.reducer->check_between_steps("save()");
+    } else if (torch::autograd::get_current_graph_task_id() >= 0) {
+      throw Error("save() inside of a backward; call it when the backward has ended");
+    }
     if (impl_.in_step) throw Error("save() inside of a step; end_step() ends it");
     if (!refusal.empty()) throw Error(refusal);
     if (options.samples < 0 || options.keep < 0) {
@@ -98,14 +104,14 @@ std::string Saving::begin_files(const std::string& folder) {
 }
 
 void Saving::begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
-                   const NamedTensors& generators, const std::string& refusal) {
+                   const NamedTensors& generators, const std::string& refusal, When when) {
   advance(Wait::yes);
   saved_.clear();
   // A folder for each checkpoint would hold a file open for each.
   std::erase_if(writers_, [this](const auto& entry) { return entry.second.get() != writer_; });
   folder_ = folder;
   root_ = absolute(folder);
-  const std::string path = prepare(root_, options, refusal);
+  const std::string path = prepare(root_, options, refusal, when);
   keep_ = options.keep;
   Taken taken;
   // From here on a failure is this rank's word when the ranks speak next.

@@ -17,6 +17,9 @@
 
 namespace plumb {
 
+// Between steps, when no gradients wait for one; or also between the backwards of a step: what is saved is of the step before,
+// and their gradients are not.
+enum class When { between_steps, between_backwards };
 enum class Copy { no, yes };  // the memory that is written is the engine's own, or a copy of it
 
 class Saving {
@@ -30,7 +33,7 @@ class Saving {
   // `generators`: states of this rank's random generators beside torch's, as bytes by name. `refusal`: why this rank's outer
   // optimizer does not give its state; empty: it does.
   void begin(const std::string& folder, const SaveOptions& options, const Outer* outer, Copy copy,
-             const NamedTensors& generators = {}, const std::string& refusal = "");
+             const NamedTensors& generators = {}, const std::string& refusal = "", When when = When::between_steps);
   // Goes on with what is under way, if anything; an Error says that it failed.
   void poll() { advance(Wait::no); }
   // The engine and the user's optimizer may change their memory: what is under way has a copy of all of it.
@@ -48,7 +51,7 @@ class Saving {
   Taken take(const SaveOptions& options, const Outer* outer, Copy copy, const NamedTensors& generators);
   std::string ending() const;
   Task::Runs alone() const;
-  std::string prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal);
+  std::string prepare(const std::string& folder, const SaveOptions& options, const std::string& refusal, When when);
   std::string begin_files(const std::string& folder);
   void advance(Wait wait);
   void go_on(Wait wait);

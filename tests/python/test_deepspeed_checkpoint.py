@@ -134,6 +134,93 @@ def test_tags_and_latest(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def two_tags(folder: str, validation: str) -> str:
+    engine = build(1, "f32", checkpoint={"tag_validation": validation})
+    rank = plumb.world().rank
+    with pytest.raises(AssertionError) as error:
+        engine.save_checkpoint(folder, tag=f"tag{rank}")
+    engine.save_checkpoint(folder, tag="same")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("validation", ["Fail", "WARN"])
+def test_tags_that_differ_are_an_error_on_every_rank(tmp_path: Path, validation: str) -> None:
+    for said in plumb.spawn(two_tags, 2, (str(tmp_path), validation)):
+        assert "'tag0' on rank 0 and 'tag1' on rank 1" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "same"]
+
+
+def micro(engine: Any, number: int) -> None:
+    rank = plumb.world().rank
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+    engine.backward(engine(x.to(engine.get_data_types()[0])))
+    engine.step()
+
+
+def in_the_middle(stage: int, half: str, folder: str) -> None:
+    undisturbed, engine = (build(stage, half, gradient_accumulation_steps=3) for _ in range(2))
+    for number in range(6):
+        micro(undisturbed, number)
+    for number in range(6):
+        micro(engine, number)
+        if number == 4:  # two backwards of the second step
+            engine.save_checkpoint(folder)
+            first = ending(engine)[:2]
+    assert ending(engine) == ending(undisturbed)
+    engine = build(stage, half, gradient_accumulation_steps=3)
+    engine.load_checkpoint(folder)
+    assert ending(engine)[:2] == first and engine.global_steps == 1 and engine.global_samples == 12
+    for number in range(3, 6):
+        micro(engine, number)
+    assert ending(engine) == ending(undisturbed)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_in_the_middle_of_accumulation_is_of_the_step_before(tmp_path: Path, stage: int) -> None:
+    plumb.spawn(in_the_middle, 2, (stage, ("f32", "bf16")[stage % 2], str(tmp_path)))
+
+
+class Counting(torch.optim.Optimizer):
+    """Of the user's own: beside a sum by element, a number and a tensor of one element that are of the parameter as a whole."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state.setdefault("number", 0)
+                state.setdefault("count", torch.zeros(1))
+                state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                state["number"] += 1
+                state["count"] += 1
+                p.sub_(state["sum"] * 0.1 / (state["count"] + state["number"]))
+
+
+def counting(stage: int, half: str, folder: str) -> None:
+    def make() -> Any:
+        torch.manual_seed(1)
+        model = Net()
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+        return deepspeed.initialize(model=model, optimizer=Counting(model.parameters()), config={**config, **HALF[half]})[0]
+
+    engine = make()
+    train(engine, 3)
+    engine.save_checkpoint(folder)
+    train(engine, 5)
+    other = make()
+    other.load_checkpoint(folder)
+    train(other, 5)
+    assert ending(other)[1] == ending(engine)[1]
+
+
+@pytest.mark.parametrize(("stage", "half"), [(1, "bf16"), (2, "f32"), (3, "bf16"), (0, "bf16"), (0, "f32")])
+def test_an_optimizer_that_counts_in_tensors_of_one_element_goes_on(tmp_path: Path, stage: int, half: str) -> None:
+    plumb.spawn(counting, 2, (stage, half, str(tmp_path)))
+
+
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     first = ending(saved(tmp_path, client_state={"a": 1}))
     engine = build(2, "bf16")
@@ -173,10 +260,10 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(plumb.Error, match="size mismatch for 'layers.0.bias'"):
         engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
     engine = build(2, "f32")
-    engine.backward(engine(torch.ones(2, WIDTH)))
-    with pytest.raises(plumb.Error, match="save"):
-        engine.save_checkpoint(tmp_path)
-    engine.step()
+    engine.module.layers[2].weight.register_hook(lambda gradient: engine.save_checkpoint(tmp_path))
+    with pytest.raises(plumb.Error, match="inside of a backward"):
+        engine.backward(engine(torch.ones(2, WIDTH)))
+    engine = build(2, "f32")
     with pytest.raises(plumb.SaveError, match="object"):
         engine.save_checkpoint(tmp_path, client_state={"it": object()})
     assert (tmp_path / "latest").read_text() == "global_step3"  # the last one that is complete
@@ -215,6 +302,7 @@ def test_whole_models_in_f32(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     loaded = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert loaded["head.weight"] is loaded["layers.0.weight"]  # written once
     with pytest.raises(ValueError, match="latest"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
 

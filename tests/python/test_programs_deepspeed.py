@@ -24,14 +24,16 @@ FOLDER = {
         from . import ops, utils, zero
         class DeepSpeedEngine: pass
         class PipelineModule: pass
+        class DeepSpeedConfigError(Exception): pass
         said = []
         def init_distributed(**kwargs): said.append(kwargs)
         def initialize(**kwargs): raise AssertionError("DeepSpeed's own")
     """,
-    "zero.py": "class Init: pass\nclass GatheredParameters: pass",
+    "zero.py": "class Init: pass\nclass GatheredParameters: pass\ndef register_external_parameter(module, parameter): parameter.ds_id",
     "ops/__init__.py": "",
     "ops/adam.py": "class FusedAdam: pass\nclass DeepSpeedCPUAdam: pass",
     "utils/__init__.py": "def safe_get_full_grad(parameter): pass\nlogger = 1",
+    "utils/zero_to_fp32.py": "def get_fp32_state_dict_from_zero_checkpoint(folder): raise AssertionError(\"DeepSpeed's own\")",
 }
 
 PROGRAM = """
@@ -41,6 +43,7 @@ PROGRAM = """
     from deepspeed import DeepSpeedEngine, initialize
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.utils import logger, safe_get_full_grad
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     with deepspeed.zero.Init():
         model = torch.nn.Linear(4, 1)
     config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": float("inf")}
@@ -50,7 +53,14 @@ PROGRAM = """
     engine.backward(loss)
     assert torch.equal(safe_get_full_grad(model.weight), torch.full((1, 4), 2.0))
     engine.step()
-    assert isinstance(engine, DeepSpeedEngine) and len(deepspeed.said) == 2
+    assert isinstance(engine, DeepSpeedEngine) and len(deepspeed.said) == 2, deepspeed.said
+    try:
+        deepspeed.initialize(model=model, config={"train_batch_size": 1, "optimiser": {}})
+    except deepspeed.DeepSpeedConfigError as error:
+        assert "'optimizer'" in str(error)
+    deepspeed.zero.register_external_parameter(model, model.weight)
+    engine.save_checkpoint("saved")
+    assert torch.equal(get_fp32_state_dict_from_zero_checkpoint("saved")["weight"], model.weight)
     assert deepspeed.__loader__ is deepspeed.__spec__.loader and deepspeed.__spec__.origin.endswith("__init__.py")
     print(type(engine).__module__)
 """
@@ -65,7 +75,7 @@ def test_deepspeeds_names_are_rebound(tmp_path: pathlib.Path) -> None:
     program.write_text(textwrap.dedent(PROGRAM))
     package = next(path for path in sys.path if (pathlib.Path(path) / "plumb" / "__init__.py").exists())
     run = subprocess.run(
-        [sys.executable, "-m", "plumb", str(program)], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "plumb", str(program)], capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -97,11 +97,16 @@ def save(
 ) -> bool:
     if not save_dir:
         raise ConfigError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    name = _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    name = _same_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad} if exclude_frozen else set()
     folder = os.path.join(save_dir, name)
+    if engine._backwards and engine.global_rank == 0:
+        logger.warning(
+            "save_checkpoint() after %d backwards of a step that has not ended: '%s' is of step %d, without their gradients",
+            engine._backwards, folder, engine.global_steps,
+        )  # fmt: skip
     engine.engine.save(
-        folder, samples=engine.global_samples, keep=1, extras={EXTRA: Record(engine, client_state)}, leave_out=frozen
+        folder, samples=engine.global_samples, keep=1, extras={EXTRA: Record(engine, client_state)}, leave_out=frozen, within_step=True
     )
     why = ""
     if save_latest and engine.global_rank == 0:
@@ -113,6 +118,17 @@ def save(
         if said:
             raise SaveError(said)
     return True
+
+
+def _same_tag(engine: "DeepSpeedEngine", tag: str) -> str:
+    """Every rank's, whatever 'checkpoint.tag_validation' says: one checkpoint has one name."""
+    said = engine.engine._engine.exchange(tag, "save_checkpoint()")
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise ConfigError(
+                f"save_checkpoint() with the tag '{said[0]}' on rank 0 and '{theirs}' on rank {rank}; expected the same on every rank"
+            )
+    return _checked(tag)
 
 
 def _checked(tag: str) -> str:
@@ -182,6 +198,7 @@ def load(
     else:
         path = _load_weights(engine, folder, record, module_strict, module_only, custom)
     engine._backwards, engine._held, engine._step_applied = 0, False, False
+    engine._told.clear()
     return path, record.client_state
 
 

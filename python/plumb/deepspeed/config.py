@@ -71,7 +71,7 @@ TABLE: tuple[Section, ...] = (
             _nothing("seq_parallel_communication_data_type", "dtype", torch.float32, "no sequence parallelism"),
             _raises("disable_allgather", "bool", False, "updated parameters are always gathered"),
             _raises("use_data_before_expert_parallelism", "bool", False, "no expert parallelism"),
-            _raises("sparse_gradients", "bool", False, "sparse gradients are summed as dense ones"),
+            _nothing("sparse_gradients", "bool", False, "gradients of embeddings are summed as dense ones, to the same sums"),
             _raises("sequence_parallel_size", "int", 1, "no sequence parallelism"),
             _raises("data_parallel_size", "int", None, "all ranks of the world are data parallel"),
             Key("optimizer", "section", None, WORKS, "see optimizer.*"),
@@ -352,6 +352,9 @@ class Config:
         kept = self["data_types.keep_in_fp32_modules"]
         if kept != "auto" and not (isinstance(kept, list) and all(isinstance(one, str) for one in kept)):
             raise ConfigError(f"'data_types.keep_in_fp32_modules' is {kept!r}; expected 'auto' or a list of names")
+        validation = (self.given.get("checkpoint") or {}).get("tag_validation", "Warn")
+        if not isinstance(validation, str) or validation.upper() not in ("FAIL", "WARN", "IGNORE"):
+            raise ConfigError(f"'checkpoint.tag_validation' is {validation!r} in the DeepSpeed config; expected Ignore, Warn or Fail")
         for what in ("offload_optimizer", "offload_param"):
             given = self[f"zero_optimization.{what}"] or {}
             if given.get("device", "none") not in ("none", "cpu", None):

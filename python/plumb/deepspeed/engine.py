@@ -20,6 +20,7 @@ from . import build, zero
 from .config import Config, ConfigError
 from .methods import NOT_HERE
 from .optimizer import DeepSpeedOptimizer
+from .outside import Outside
 from .settings import Settings
 
 logger = logging.getLogger("plumb.deepspeed")
@@ -76,6 +77,7 @@ class DeepSpeedEngine(Settings):
             self._config = Config(config, self._world.size)
             self.config: dict[str, Any] = self._config.given
             build.check_mpu(mpu, self._world.size)
+            zero.take_over(model)
             self.module = model
             self.mpu, self.collate_fn, self.args = mpu, collate_fn, args
             build.cast(model, self._config)
@@ -89,6 +91,7 @@ class DeepSpeedEngine(Settings):
                     self._world.refuse(str(error))
             raise
         self.engine = Engine(model, self.basic_optimizer, world=self._world, **options)
+        self._outside = Outside(model, options["units"]) if "units" in options else None
         wraps = self.zero_optimization_stage() > 0 or self._config.half is not None
         self.optimizer: Any = self.basic_optimizer
         if self.basic_optimizer is not None and wraps:
@@ -101,7 +104,12 @@ class DeepSpeedEngine(Settings):
         self._held = False  # the last backward's gradients wait for their reduction
         self._step_applied = False
         self._grad_norm: float | None = None
+        self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `tell`
+        if self.basic_optimizer is not None and self._config.half is not None:
+            self.basic_optimizer.register_step_pre_hook(self._pass_on)  # behind the one that makes masters
         zero.claim(self)
+        if self._outside is not None:
+            zero.describe(model, self._outside.parameters, self._part_of)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
     # ---- a forward, a backward, a step
@@ -292,7 +300,15 @@ class DeepSpeedEngine(Settings):
     def destroy(self) -> None:
         """Lets go of the model."""
         self._destroyed = True
+        if self._outside is not None:
+            self._outside.close()
+            zero.forget(self.module)
         self.engine.close()
+
+    def _part_of(self, parameter: torch.Tensor) -> int:
+        """How many elements of it this rank updates."""
+        begin, end = self.engine._engine.updated_range(parameter) if parameter.requires_grad else (0, parameter.numel())
+        return end - begin
 
     @property
     def destroyed(self) -> bool:
@@ -320,6 +336,28 @@ class DeepSpeedEngine(Settings):
             if key == "master" and owner is parameter:
                 return memory
         return None
+
+    def tell(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """The f32 value of a half-precision parameter that has no master yet: the first step begins with it."""
+        self._told[id(parameter)] = parameter, value.detach().float().reshape(parameter.shape).clone()
+
+    def told(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        found = self._told.get(id(parameter))
+        return None if found is None else found[1]
+
+    @torch.no_grad()
+    def _pass_on(self, *_: Any) -> None:
+        for parameter, value in list(self._told.values()):
+            leaf = self.leaf_of(parameter)
+            if leaf is not None:  # otherwise its first gradient is still to come
+                del self._told[id(parameter)]
+            if leaf is not None and leaf.dtype != parameter.dtype:
+                begin, end = self.engine._engine.updated_range(parameter)
+                flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+                flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+                mine = flat[begin:end].to(leaf.device)
+                # Whoever changed the parameter since has the last word.
+                leaf.copy_(torch.where(mine.to(parameter.dtype) == leaf.reshape(-1).to(parameter.dtype), mine, leaf.reshape(-1)).view_as(leaf))
 
     def steps_taken(self) -> bool:
         return self.global_steps > self.skipped_steps

@@ -15,7 +15,14 @@ from typing import Any
 #: A name of DeepSpeed's, where it is found, and ours in its place.
 REBOUND: dict[str, tuple[str, ...]] = {
     "engine.DeepSpeedEngine": ("DeepSpeedEngine", "runtime.engine.DeepSpeedEngine"),
+    "config.ConfigError": ("DeepSpeedConfigError", "runtime.config.DeepSpeedConfigError"),
     "zero.GatheredParameters": ("zero.GatheredParameters", "runtime.zero.partition_parameters.GatheredParameters"),
+    "zero.register_external_parameter": (
+        "zero.register_external_parameter", "runtime.zero.partition_parameters.register_external_parameter",
+    ),
+    "zero.unregister_external_parameter": (
+        "zero.unregister_external_parameter", "runtime.zero.partition_parameters.unregister_external_parameter",
+    ),
     "zero.unwrap_model_for_generation": ("zero.unwrap_model_for_generation",),
     "schedules.LRRangeTest": ("runtime.lr_schedules.LRRangeTest",),
     "schedules.OneCycle": ("runtime.lr_schedules.OneCycle",),
@@ -50,6 +57,7 @@ def _bind(module: ModuleType) -> None:
     if not hasattr(module, "initialize"):
         return  # some folder of that name
     from . import utils
+    from .utils import zero_to_fp32
 
     places: list[tuple[Any, tuple[str, ...]]] = [(_found(f"plumb.deepspeed.{ours}"), theirs) for ours, theirs in REBOUND.items()]
     places.append((_initialize(module), ("initialize",)))
@@ -57,6 +65,7 @@ def _bind(module: ModuleType) -> None:
     for name in utils.__all__:
         inner = "z3_leaf_module" if "z3_leaf" in name else "tensor_fragment"
         places.append((getattr(utils, name), (f"utils.{name}", f"utils.{inner}.{name}")))
+    places += [(getattr(zero_to_fp32, name), (f"utils.zero_to_fp32.{name}",)) for name in zero_to_fp32.__all__]
     for value, theirs in places:
         for place in theirs:
             owner, _, attribute = f"deepspeed.{place}".rpartition(".")

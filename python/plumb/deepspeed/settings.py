@@ -31,6 +31,13 @@ class Settings(State):
         if self.basic_optimizer is None:
             raise ConfigError(f"must provide optimizer during init in order to use {what}")
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Weights whose gradients the config calls sparse; they are summed as dense ones."""
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        named = self.module.named_modules() if self._config["sparse_gradients"] else ()
+        return {f"{name}.weight" for name, module in named if isinstance(module, kinds)}
+
     # ---- rates
 
     def get_lr(self) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -33,6 +35,90 @@ def engine_of(parameter: torch.Tensor) -> "DeepSpeedEngine | None":
     found = _engines.get(parameter)
     engine = found() if found is not None else None
     return engine if engine is not None and not engine.destroyed else None
+
+
+class ZeroParamStatus(enum.Enum):
+    """Of a sharded parameter."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class _Status:
+    """``parameter.ds_status``: what it is when somebody looks. Equal to the member of this name, of ours and of DeepSpeed's enum."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    @property
+    def name(self) -> str:
+        parameter = self._parameter()
+        return "AVAILABLE" if parameter is None or is_whole(parameter) else "NOT_AVAILABLE"
+
+    @property
+    def value(self) -> int:
+        return int(ZeroParamStatus[self.name].value)
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == getattr(other, "name", None)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return repr(ZeroParamStatus[self.name])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (ZeroParamStatus, self.name)
+
+
+def is_whole(parameter: torch.Tensor) -> bool:
+    """Whether its values are all here, for now."""
+    try:
+        parameter.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+_WORDS = ("ds_id", "ds_status", "ds_shape", "ds_numel", "partition_numel")
+
+
+def describe(module: nn.Module, sharded: Iterable[int], part_of: Callable[[torch.Tensor], int]) -> None:
+    """The words of DeepSpeed's that programs ask parameters of stage 3 for. ``ds_id`` and ``ds_status`` are of those alone
+    that are ``sharded`` (their ids): who finds them gathers before he reads."""
+    cut = set(sharded)
+    for number, parameter in enumerate(module.parameters()):
+        words: Any = parameter
+        words.ds_shape, words.ds_numel = parameter.shape, parameter.numel()
+        words.partition_numel = functools.partial(int, part_of(parameter))
+        if id(parameter) in cut:
+            words.ds_id, words.ds_status = number, _Status(parameter)
+
+
+def forget(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        for word in _WORDS:
+            parameter.__dict__.pop(word, None)
+
+
+def take_over(module: nn.Module) -> None:
+    """An engine over this very model lets it go, with whole parameters. Collective where they are sharded."""
+    mine = {id(parameter) for parameter in module.parameters()}
+    for name, parameter in module.named_parameters():
+        engine = engine_of(parameter)
+        if engine is None:
+            continue
+        if not all(id(p) in mine for p in engine.module.parameters()):
+            raise ConfigError(f"parameter '{name}' belongs to another engine already, with others that this model does not have: destroy() that one first")
+        values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        if engine.zero_optimization_partition_weights():
+            with engine.engine.gathered(engine.module):
+                values = [(p, p.detach().clone()) for p in engine.module.parameters()]
+        engine.destroy()
+        for p, value in values:
+            p.data = value
 
 
 class Init:
@@ -120,6 +206,17 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, all parameters of an engine stay whole, so that generating gathers nothing token by token."""
     with GatheredParameters(model.parameters()):
         yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing to do: whoever looks a parameter up in a forward has the whole of it (``outside.py``)."""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, torch.Tensor):
+        raise RuntimeError(f"expected a module and a parameter, got {type(module).__name__} and {type(parameter).__name__}")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing to do, likewise."""
+    register_external_parameter(module, parameter)
 
 
 # ---- units of stage 3

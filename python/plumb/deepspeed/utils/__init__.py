@@ -71,9 +71,11 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     owner, master = _owner(param), _master(param)
     shown = owner.engine.full_parameter(param)
-    if master is None:
+    told = owner.told(param)
+    if master is None and told is None:
         return shown.float()
-    whole = owner.engine._engine.assemble(param, master)
+    whole = owner.engine._engine.assemble(param, master) if master is not None else told
+    assert whole is not None
     # The parameter is the truth: a master that does not round to it any more follows it at the next step.
     return torch.where(whole.to(shown.dtype) == shown, whole, shown.float())
 
@@ -86,6 +88,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if master is not None:  # to the last bit; the parameter is what it rounds to
         begin, end = _range(param)
         master.copy_(_flat(param, value)[begin:end])
+    elif param.dtype != torch.float32:
+        owner.tell(param, value)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -183,10 +187,10 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     if not owner.in_pieces(param) or not param.requires_grad:
         return None if mine is None else mine.clone()
     begin, end = _range(param)
-    if mine is None:  # another rank's alone, or nobody's yet
-        if begin == end and owner.steps_taken():
-            return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
-        return None
+    if not any(owner.engine._engine.exchange("" if mine is None else "here", "safe_get_full_optimizer_state()")):
+        return None  # nobody's, or nobody's yet
+    if mine is None:  # another rank's alone
+        return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
     if mine.numel() != end - begin:
         raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {list(mine.shape)} on this rank")
     return owner.engine._engine.assemble(param, mine)

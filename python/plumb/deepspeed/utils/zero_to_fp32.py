@@ -78,10 +78,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if max_shard_size not in (None, "5GB"):
         raise ConfigError(f"max_shard_size is {max_shard_size!r}; expected '5GB' or None")
     os.makedirs(output_dir, exist_ok=True)
-    lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if not safe_serialization:
-        torch.save({name: one.contiguous() for name, one in lazy.items()}, os.path.join(output_dir, "pytorch_model.bin"))
+        whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        torch.save(whole, os.path.join(output_dir, "pytorch_model.bin"))  # what is shared, once
         return
+    lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     once = {id(one): (name, one) for name, one in reversed(lazy.items())}
     entries = [Entry("weight", name, "", one.dtype, tuple(one.shape), one.contiguous) for name, one in once.values()]
     plain.write(os.fspath(output_dir), Contents(entries=entries))

@@ -1,0 +1,196 @@
+"""Stage 3 of plumb.deepspeed with parameters that are used outside of their module, and what parameters say of themselves there."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import plumb
+import plumb.deepspeed as deepspeed
+
+WORDS, WIDTH = 30, 8
+
+
+class Bias(nn.Linear):
+    """Leaves its bias to whoever calls it, as layers of Megatron do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"out": F.linear(x, self.weight), "rest": [self.bias, 1]}
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head as well, by its attribute; a bias that is added by another module."""
+
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.around = around
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.left = Bias(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def head(self, h: torch.Tensor) -> torch.Tensor:
+        return F.linear(h + self.blocks[1].bias, self.embed.weight)
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        left = self.left(h)
+        return torch.tanh(left["out"] + left["rest"][0])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        body, head = self.body, self.head
+        if self.around:
+            body, head = (
+                lambda h, f=f: checkpoint(f, h, use_reentrant=self.around == "re-entrant") for f in (self.body, self.head)
+            )  # type: ignore[assignment]
+        h = body(h)
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return F.cross_entropy(head(h).flatten(0, 1), y.flatten())
+
+
+def built(stage: int, model: nn.Module, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more,
+    }  # fmt: skip
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def batches(rank: int, count: int) -> Any:
+    g = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        yield torch.randint(0, WORDS, (2, 4), generator=g), torch.randint(0, WORDS, (2, 4), generator=g)
+
+
+def trained(stage: int, around: str) -> tuple[dict[str, torch.Tensor], float, int]:
+    """Forward, forward, backward, backward; then what it computes without gradients, and the bytes that are whole at the end."""
+    torch.manual_seed(3)
+    engine = built(stage, Tied(around))
+    for one, two in zip(*[batches(plumb.world().rank, 6)] * 2):
+        losses = engine(*one), engine(*two)
+        for loss in reversed(losses):
+            engine.backward(loss)
+            engine.step()
+    with torch.no_grad():
+        seen = float(engine(*one))
+    assert engine.global_steps == 3
+    return engine.module_state_dict(), seen, engine.engine.gathered_bytes
+
+
+@pytest.mark.parametrize("around", ["", "re-entrant", "not re-entrant"])
+def test_parameters_used_outside_of_their_module(around: str) -> None:
+    for whole, cut in zip(plumb.spawn(trained, 2, (0, around)), plumb.spawn(trained, 2, (3, around))):
+        assert cut[2] == 0 and abs(whole[1] - cut[1]) < 1e-5
+        assert whole[0].keys() == cut[0].keys()
+        for name, value in whole[0].items():
+            torch.testing.assert_close(cut[0][name], value, rtol=1e-5, atol=1e-6)
+
+
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.1, 0.1)
+        return self.layer(x).sum()
+
+
+def clamps() -> str:
+    engine = built(3, Clamped())
+    with pytest.raises(plumb.Error) as error:
+        engine(torch.ones(2, WIDTH))
+    return str(error.value)
+
+
+def test_a_change_in_place_that_would_be_lost_is_an_error() -> None:
+    for said in plumb.spawn(clamps, 2):
+        assert "'layer.weight'" in said and "modifier_rank=0" in said
+
+
+class Theirs(enum.Enum):
+    """Another package's enum of the same names."""
+
+    AVAILABLE = 7
+    NOT_AVAILABLE = 8
+
+
+def whole_value(parameter: Any) -> torch.Tensor:
+    """As programs for stage 3 write it."""
+    if hasattr(parameter, "ds_id"):
+        assert parameter.ds_status == Theirs.NOT_AVAILABLE and parameter.ds_status != Theirs.AVAILABLE
+        with deepspeed.zero.GatheredParameters([parameter]):
+            assert parameter.ds_status == Theirs.AVAILABLE
+            return parameter.data.detach().cpu().clone()
+    return parameter.detach().cpu().clone()
+
+
+def described() -> None:
+    torch.manual_seed(3)
+    model = Tied("")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = built(3, model)
+    total = torch.tensor([p.partition_numel() for p in model.parameters()])
+    everybody = [torch.zeros_like(total) for _ in range(2)]
+    torch.distributed.all_gather(everybody, total)
+    assert sum(everybody).tolist() == [p.numel() for p in model.parameters()]  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole_value(parameter), before[name])
+        assert parameter.ds_numel == parameter.numel() and parameter.ds_shape == parameter.shape
+        status = pickle.loads(pickle.dumps(parameter.ds_status))
+        assert status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE and status == parameter.ds_status
+    assert len({p.ds_id for p in model.parameters()}) == len(before)
+    engine.destroy()
+    assert not any(hasattr(p, "ds_id") or hasattr(p, "ds_numel") for p in model.parameters())
+    assert all(type(module._parameters) is dict for module in model.modules())
+    assert torch.equal(copy.deepcopy(model).embed.weight, before["embed.weight"])
+
+
+def test_parameters_say_what_programs_ask_them() -> None:
+    plumb.spawn(with_gloo, 2, (described,))
+
+
+def with_gloo(program: Callable[[], None]) -> None:
+    deepspeed.init_distributed("gloo")
+    program()
+
+
+# ---- one model, one engine after another
+
+
+def again(first: int, second: int) -> None:
+    torch.manual_seed(3)
+    model = Tied("")
+    older = built(first, model)
+    x, y = next(batches(0, 1))
+    for _ in range(2):
+        older.backward(older(x, y))
+        older.step()
+    value = {name: one.clone() for name, one in older.module_state_dict().items()}
+    newer = built(second, model)
+    assert older.destroyed and newer.global_steps == 0
+    assert all(torch.equal(one, value[name]) for name, one in newer.module_state_dict().items())
+    for _ in range(2):
+        newer.backward(newer(x, y))
+        newer.step()
+    assert newer.global_steps == 1 and not torch.equal(newer.module_state_dict()["embed.weight"], value["embed.weight"])
+    with pytest.raises(plumb.Error, match="destroyed"):
+        older.step()
+    with pytest.raises(plumb.Error, match="belongs to another engine"):
+        built(1, nn.Sequential(model.blocks[0], nn.Linear(WIDTH, WIDTH)))
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (2, 3), (3, 0), (1, 1)])
+def test_a_model_that_is_initialized_again_has_a_new_engine(first: int, second: int) -> None:
+    plumb.spawn(again, 2, (first, second))
