@@ -6,7 +6,8 @@ namespace plumb {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 // A wait inside of a backward may be for a rank that needs this one's shards first: one with more to do in a hook, say. Where waits
-// are the device's, the host goes on and answers.
+// are the device's, the host goes on and answers, until ranks part or the backward has ended: then a stream that waits would hold up
+// its own gathers.
 bool Reducer::may_be_asked_while_it_waits() {
   const auto units = gathering.lock();
   if (!units || !units->asks() || buckets_.all().empty()) return false;
@@ -27,7 +28,7 @@ Reducer::Progress Reducer::progress() const {
 
 void Reducer::part_ways(int64_t launched) {
   Lock lock(mutex_);
-  summing_->never_wait(may_be_asked_while_it_waits());
+  summing_->never_wait(true);
   traffic_.hold(true);
   if (!pass_ || pass_->sync != OpenPass::Sync::reduced || pass_->rules_changed) return;
   traffic_.launch_up_to(static_cast<size_t>(launched), here(Where::Kind::backward));

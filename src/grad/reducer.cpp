@@ -304,7 +304,8 @@ void Reducer::close_synced_pass(OpenPass& pass) {
       serve_gathers(Where::Kind::backward);
       exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
     }
-    summing_->never_wait(may_be_asked_while_it_waits());
+    const auto units = gathering.lock();
+    summing_->never_wait(units && units->asks());
     traffic_.launch_rest(where);
     serve_gathers(Where::Kind::backward);
     if (!pass.failure) pass.failure = summing_->take_failure();
