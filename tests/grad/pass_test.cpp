@@ -5,6 +5,7 @@
 #include "engine/impl.h"
 #include "errors.h"
 #include "plumb/plumb.h"
+#include "scenarios/support/models.h"
 
 namespace plumb {
 namespace {
@@ -75,6 +76,34 @@ TEST_P(PassIn, FailsOnEveryRankWithAnyOfItsBackwards) {
     });
     EXPECT_THAT(texts, Each("none")) << which;
   }
+}
+
+// Takes no part in the result, and says so in the backward.
+struct Bystander : torch::autograd::Function<Bystander> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor&) { return x * 1; }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+// Also where that is said once more, after its bucket's reduction has begun.
+TEST_P(PassIn, GivesNoGradientToWhatEveryUseLeavesOut) {
+  run_local(2, [](World world) {
+    at::Tensor v = leaf(40), w = at::ones({5}).requires_grad_();
+    Engine engine(world, NamedTensors{{"v", v}, {"w", w}}, {}, SGD{.lr = 1, .weight_decay = 0.5},
+                  {.strategy = GetParam(), .bucket_bytes = 64, .first_bucket_bytes = 64});
+    const scenarios::Checkpoint::Body body = [&](const at::Tensor& x) { return Bystander::apply(x, w); };
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = at::ones({}).requires_grad_();
+      (scenarios::checkpoint(body, scenarios::checkpoint(body, x)) * (v.sum() + 1)).backward();
+      EXPECT_TRUE(v.grad().defined());
+      EXPECT_FALSE(w.grad().defined()) << step;
+      engine.step();
+      EXPECT_TRUE(engine.full_parameter(w).eq(1).all().item<bool>()) << step;
+      engine.zero_grad();
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Strategies, PassIn, testing::Values("ddp", "zero1", "zero2", "hsdp"),
