@@ -17,7 +17,7 @@ from . import _C, compiled, given as _given, optim, save as _save, units as _uni
 from ._C import Error, LoadInfo, LossScale, Mesh, Schedule, StepInfo, World
 from .deferred import fill
 from .given import Group
-from .replaced import Newcomers, Replaced
+from .replaced import Buffers, Newcomers, Replaced
 from .world import of_mesh, remember
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -93,6 +93,7 @@ class Engine:
         self._steps: optim.Whole | optim.Pieces | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
+        follows = module is not None and buffers is None
         if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             world = self._fill(module, strategy, units, mesh, world)
         named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
@@ -177,6 +178,8 @@ class Engine:
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
         self._native = _C.Engine(self.world, named, named_buffers, pairs, native_optimizer, options)
         remember(self)
+        # Buffers that were put in the places of others since are the ones from now on. (Whoever holds it does not hold the engine.)
+        self._follow = Buffers(module if follows else None, named_buffers, self._native, self.world.rank).follow
         replaced = self._replaced = Replaced(named, self.world.rank)
         newcomers = None if module is None else Newcomers(module, replaced.knows, self.world.rank)
 
@@ -193,9 +196,9 @@ class Engine:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
             if owns:
-                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state)
+                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state, follow=self._follow)
             else:
-                self._steps = optim.Whole(self._native, optimizer, flat=optim.is_torchs(optimizer))
+                self._steps = optim.Whole(self._native, optimizer, flat=optim.is_torchs(optimizer), follow=self._follow)
 
     @staticmethod
     def _fill(
@@ -269,6 +272,7 @@ class Engine:
                 with torch.enable_grad():
                     closure()
             self._check_model()
+            self._follow()
             return self._engine.step()
         assert isinstance(self.optimizer, torch.optim.Optimizer)
         self._engine  # noqa: B018  (an Error if it was closed)
@@ -344,6 +348,7 @@ class Engine:
             leave_out: names of frozen parameters that are not saved, since others have them; ``load(strict=False)`` takes it.
             within_step: also between the backwards of a step; what is saved is of the step before, without their gradients.
         """
+        self._follow()
         outer: _C.Outer | None = None
         refusal, where = "", ""
         words: list[Any] = []
@@ -371,6 +376,7 @@ class Engine:
         Unless every saved byte is read and every place is filled, an Error on every rank, before anything is changed.
         ``strict=False``: what fits is loaded, and ``LoadInfo.table()`` says what did not.
         """
+        self._follow()
         return self._apply(self._engine.begin_load(os.fsdecode(path), strict, _save.words(extras), self._steps is not None))
 
     def _apply(self, loading: _C.Loading) -> LoadInfo:
@@ -398,6 +404,7 @@ class Engine:
 
         The optimizer and the step stay as they are: for fine-tuning. Buffers that are not persistent may be missing.
         """
+        self._follow()
         return self._engine.load_weights(os.fsdecode(path), strict, self._passing)
 
     def state_dict(self) -> dict[str, Any]:
@@ -408,12 +415,14 @@ class Engine:
         """
         from . import stateful  # imports half of torch.distributed
 
+        self._follow()
         return stateful.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what ``dcp.load({"engine": engine}, …)`` has read, of any number of ranks and any strategy."""
         from . import stateful
 
+        self._follow()
         stateful.load_state_dict(self, state_dict)
 
     @property

@@ -117,8 +117,16 @@ class Pieces:
     """
 
     def __init__(
-        self, native: _C.Engine, optimizer: torch.optim.Optimizer, rank: int, size: int, whole: bool = False, cuts: bool = True
+        self,
+        native: _C.Engine,
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        size: int,
+        whole: bool = False,
+        cuts: bool = True,
+        follow: Callable[[], object] = lambda: None,
     ) -> None:
+        self.follow = follow  # before gradients are settled
         self.native, self.optimizer, self.whole, self.cuts = native, optimizer, whole, cuts
         self.place = {"rank": rank, "size": size}
         self.info: _C.StepInfo | None = None
@@ -153,6 +161,7 @@ class Pieces:
             early = None if is_elementwise(self.optimizer) else Early(type(self.optimizer).__name__)
             result = (args[0], self._once(loss, early), *args[1:]), kwargs
         self.native.compare_settings(settings(self.optimizer, self.left))
+        self.follow()
         self.info = self.native.begin_step()
         self.stepping = not self.info.skipped
         if self.info.skipped:

@@ -20,8 +20,9 @@ from .optim_settings import settings
 class Whole:
     """Steps ``optimizer`` on every rank alike. ``flat``: stepped over any cut of its parameters, it does the same."""
 
-    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer, flat: bool) -> None:
+    def __init__(self, native: _C.Engine, optimizer: torch.optim.Optimizer, flat: bool, follow: Callable[[], object] = lambda: None) -> None:
         self.native, self.optimizer = native, optimizer
+        self.follow = follow  # before gradients are settled
         self.info: _C.StepInfo | None = None
         self.stepping, self.left = False, 0
         self.groups: list[list[torch.Tensor]] | None = None
@@ -123,6 +124,7 @@ class Whole:
 
     def _settle(self) -> None:
         self.native.compare_settings(settings(self.optimizer, self.left))
+        self.follow()
         self.info = self.native.step()
         self.stepping = True
         self.native.enter(updating=True)

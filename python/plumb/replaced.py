@@ -1,4 +1,4 @@
-"""Parameters that a model got in place of those its engine was built with: each rank would train them alone, or nobody would."""
+"""What a model got in place of what its engine was built with: parameters, which each rank would train alone, or nobody would; buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from ._C import Error
+from ._C import Engine, Error
 
 
 class Watcher(Protocol):
@@ -100,6 +100,38 @@ class Replaced:
                     f"rank {self._rank}: parameter '{name}' was replaced after the engine was built, which knows nothing"
                     " of the new one: write into the old one instead (copy_), or build a new engine (wrap the model again)"
                 )
+
+
+class Buffers:
+    """A module's buffers, also where another tensor was put in the place of one (``self.mean = 0.9 * self.mean + …``).
+
+    That one follows rank 0's from then on, and is saved. One of another shape, dtype or device, which other ranks may not have, or with
+    a graph is each rank's own.
+    """
+
+    def __init__(self, module: nn.Module | None, named: list[tuple[str, torch.Tensor]], native: Engine, rank: int) -> None:
+        parts = () if module is None else module.modules()
+        places = {id(one): (weakref.ref(part), name) for part in parts for name, one in part._buffers.items() if one is not None}
+        self._places = [places.get(id(one)) for _, one in named]
+        self._named, self._native, self._rank = named, native, rank
+
+    def follow(self) -> None:
+        now = list(map(self._now, self._named, self._places))
+        if any(new is not old for (_, new), (_, old) in zip(now, self._named, strict=True)):
+            self._native.follow_buffers(now)
+            self._named = now
+
+    def _now(self, named: tuple[str, torch.Tensor], place: "tuple[weakref.ref[nn.Module], str] | None") -> tuple[str, torch.Tensor]:
+        module = None if place is None else place[0]()
+        if module is None or place is None:
+            return named
+        old, new = named[1], module._buffers.get(place[1])
+        if new is None or new is old or new.requires_grad:
+            return named
+        alike = new.shape == old.shape and new.dtype == old.dtype and new.device == old.device and new.layout == old.layout
+        if alike and self._rank > 0:  # rank 0's is written into it, and it may be somebody's (a batch)
+            new = module._buffers[place[1]] = new.clone()
+        return (named[0], new) if alike else named
 
 
 # Modules are registered inside of compiled regions, too (torch's own wrappers are), where Dynamo looks at every frame: these two are

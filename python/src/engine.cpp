@@ -302,6 +302,9 @@ void bind_engine(py::module_& module) {
       .def(
           "step", [](Self& self) { return (*self).step(); }, no_gil())
       .def(
+          "follow_buffers", [](Self& self, NamedTensors now) { (*self).impl().buffers = std::move(now); }, "buffers"_a,
+          no_gil())
+      .def(
           "compare_settings", [](Self& self, Settings settings) { (*self).impl().user_settings = std::move(settings); },
           py::arg("settings"))
       .def(
