@@ -1,6 +1,7 @@
 #include "plumb/engine.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
 
 #include <map>
@@ -364,6 +365,13 @@ at::Tensor Engine::full_gradient(const at::Tensor& parameter) {
 
 void Engine::zero_grad() {
   const TrainingMode training;
+  const bool in_pass = impl_->reducer->progress().pass % 2 == 1;  // grows when one opens, and when it closes
+  if (in_pass && torch::autograd::get_current_graph_task_id() < 0) {
+    throw Error(
+        impl_->world.rank(),
+        "zero_grad() between the backwards of one pass, whose gradients may be on their way already; call it before "
+        "engine.pass(), or after its scope (after end_pass() where gradients were delivered)");
+  }
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
   impl_->reducer->let_go_of_gradients();
 }

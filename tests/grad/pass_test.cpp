@@ -42,6 +42,32 @@ TEST_P(PassIn, IsOneHoweverManyBackwardsItHolds) {
   });
 }
 
+// Its gradients may be reduced by then; cleared ones would count all the same.
+TEST_P(PassIn, ClearsNoGradientsBeforeItEnds) {
+  const auto texts = errors(2, [](World world) {
+    at::Tensor a = leaf(5), b = leaf(40);
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .bucket_bytes = 64, .first_bucket_bytes = 64});
+    std::string said;
+    {
+      const auto pass = engine.pass();
+      (a.sum() + b.sum()).backward();
+      try {
+        engine.zero_grad();
+      } catch (const Error& error) {
+        said = error.what();
+      }
+      (2 * a.sum()).backward();
+    }
+    // And nothing is lost.
+    EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>());
+    EXPECT_TRUE(engine.full_gradient(b).eq(1).all().item<bool>());
+    engine.zero_grad();
+    if (!said.empty()) throw Error(said);
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("zero_grad() between the backwards of one pass")));
+}
+
 // Whichever of them it is, and though the program goes on: the sum lacks what it did not bring.
 TEST_P(PassIn, FailsOnEveryRankWithAnyOfItsBackwards) {
   for (int which = 0; which < 3; ++which) {
