@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <limits>
 #include <mutex>
 
@@ -96,6 +97,29 @@ TEST_P(GradientMemory, StaysWhereItIsWhileNobodyKeepsIt) {
 
 INSTANTIATE_TEST_SUITE_P(Strategies, GradientMemory, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
+
+// The tensor itself, or another one over its memory: who keeps it has what was there.
+TEST(KeptGradients, AreNotWrittenAgain) {
+  using Keep = std::function<at::Tensor(const at::Tensor&)>;
+  const std::vector<Keep> ways = {[](const at::Tensor& gradient) { return gradient; },
+                                  [](const at::Tensor& gradient) { return gradient.detach(); },
+                                  [](const at::Tensor& gradient) { return gradient.detach().narrow(0, 2, 3); }};
+  for (size_t way = 0; way < ways.size(); ++way) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({8}).requires_grad_(), b = at::zeros({8}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{});
+      for (const double factor : {1.0, 2.0, 3.0}) {
+        (a.sum() * factor + b.sum()).backward();
+        const at::Tensor kept = ways[way](a.grad());
+        engine.zero_grad();
+        (a.sum() * 7 + b.sum()).backward();
+        EXPECT_TRUE(kept.eq(factor).all().item<bool>()) << way << ", " << factor;
+        EXPECT_TRUE(a.grad().eq(7).all().item<bool>()) << way << ", " << factor;
+        engine.zero_grad();
+      }
+    });
+  }
+}
 
 }  // namespace
 }  // namespace plumb

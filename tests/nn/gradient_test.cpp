@@ -385,6 +385,11 @@ TEST(SeparateExperts, LieSideBySideWhereverTheirModuleIsMoved) {
   EXPECT_FALSE(packed());
   moe->experts->up[3].set_data(moe->experts->up[2].detach());
   EXPECT_FALSE(packed());
+  // One of another dtype is nobody's to cast.
+  moe->experts->up[3].set_data(before.to(at::kDouble));
+  moe->to(at::Device(at::kCPU));
+  EXPECT_EQ(moe->experts->up[3].scalar_type(), at::kDouble);
+  EXPECT_EQ(moe->experts->up[2].scalar_type(), at::kBFloat16);
 }
 
 TEST(MoE, RoutesEveryTokenAndTrainsItsRouter) {
