@@ -16,7 +16,7 @@ from . import _C
 from ._C import Error
 from .optim_early import Early
 from .optim_flat import Flat
-from .optim_hooks import closure_of, inside_a_step, swap
+from .optim_hooks import LastHook, closure_of, inside_a_step, swap
 from .optim_replicated import Whole as Whole
 from .optim_settings import refuse_sparse, settings
 from .optim_trial import looks_at_others
@@ -138,9 +138,12 @@ class Pieces:
         self.shown: Any = None  # the optimizer's state, while it steps flat memory
         self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step
         self.flat = Flat(native, optimizer, lambda parameter: self.leaf_of[id(parameter)]) if not whole and is_torchs(optimizer) else None
+        # Hooks of the user's find his parameters and their gradients, whenever they came.
+        after = optimizer.register_step_post_hook(self._ended)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         self.handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._ended),
+            LastHook(optimizer, self._before),
+            after,
             optimizer.register_state_dict_pre_hook(self._swap_in),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check_load),

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.hooks
 
 
 def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -27,6 +28,26 @@ def swap(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> 
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     return before
+
+
+class LastHook:
+    """A hook before each step that is the last one of them, also of those that come later: they find what the user knows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
+        self._optimizer = optimizer
+        register = optimizer.register_step_pre_hook
+        self._handle = register(hook)
+
+        def before_it(other: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
+            handle = register(other)
+            optimizer._optimizer_step_pre_hooks.move_to_end(self._handle.id)  # type: ignore[attr-defined]
+            return handle
+
+        vars(optimizer)["register_step_pre_hook"] = before_it
+
+    def remove(self) -> None:
+        self._handle.remove()
+        vars(self._optimizer).pop("register_step_pre_hook", None)
 
 
 def closure_of(

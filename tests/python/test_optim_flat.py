@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -23,10 +24,16 @@ def few(strategy: str) -> list[int]:
     optimizer = adamw(model.parameters())
     engine = plumb.Engine(model, optimizer, strategy=strategy, units=[Block])
     counts: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: counts.append(sum(len(group["params"]) for group in optimizer.param_groups)))
+    kernel = torch._fused_adamw_
+
+    def counted(parameters: list[torch.Tensor], *rest: Any, **named: Any) -> None:
+        counts.append(len(parameters))
+        kernel(parameters, *rest, **named)
+
     for number in range(3):
         Play(model, engine.world.rank, 2, 1.0).loss(number).backward()
-        engine.step()
+        with unittest.mock.patch.object(torch, "_fused_adamw_", counted):
+            engine.step()
         engine.zero_grad()
     return counts
 
@@ -35,6 +42,36 @@ def few(strategy: str) -> list[int]:
 def test_a_step_is_of_a_stretch_of_each_bucket(strategy: str, most: int) -> None:
     for counts in plumb.spawn(few, 2, (strategy,)):
         assert 0 < max(counts) <= most, counts
+
+
+def clipped_by_a_hook(strategy: str, early: bool) -> float:
+    model, twin = make(), make()
+    optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
+
+    def clip(its: torch.optim.Optimizer, *_: object) -> None:
+        torch.nn.utils.clip_grad_norm_(its.param_groups[0]["params"], 0.05)
+
+    other.register_step_pre_hook(clip)
+    if early:
+        optimizer.register_step_pre_hook(clip)
+    engine = plumb.Engine(model, optimizer, strategy=strategy, units=[Block])
+    if not early:
+        optimizer.register_step_pre_hook(clip)
+    after: list[list[int]] = []
+    optimizer.register_step_post_hook(lambda its, *_: after.append(list(map(id, its.param_groups[0]["params"]))))
+    for number in range(4):
+        Play(model, engine.world.rank, 2, 1.0).loss(number).backward()
+        engine.step()
+        engine.zero_grad()
+        step_twin(twin, other, 2, number)
+    assert after == [list(map(id, model.parameters()))] * 4
+    return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_hook_of_the_users_clips_by_the_norm_of_all_gradients(strategy: str, early: bool) -> None:
+    assert max(plumb.spawn(clipped_by_a_hook, 2, (strategy, early))) < 1e-6
 
 
 def reach(optimizer: torch.optim.Optimizer, steps: Any, parameter: torch.Tensor) -> dict[str, Any]:
