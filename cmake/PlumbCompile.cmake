@@ -65,7 +65,7 @@ endif()
 if(CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache$")
   # What ccache needs in order to see through a precompiled header (without it, it steps aside), to digest it once and not for
   # every source (it takes a second), and to know a source again in another checkout, whose paths it takes from the root of the
-  # tree on.
+  # tree on (not yet behind a precompiled header, whose own path CMake writes into it).
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_INODECACHE=yes
     CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=yes
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${CMAKE_CXX_COMPILER_LAUNCHER})
