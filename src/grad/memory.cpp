@@ -107,9 +107,18 @@ void Buckets::renew(Bucket& bucket) {
   }
 }
 
+// Whether the parameter has the shape that its places were made for. One that became another is refused where it is updated.
+static bool keeps_shape(const Sink& sink) {
+  const at::IntArrayRef sizes = sink.parameter.sizes();
+  if (sizes.size() != sink.order.size()) return false;
+  int64_t last = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * sink.order[d];
+  return sink.parameter.numel() == 0 || last + 1 == sink.parameter.numel();
+}
+
 void Buckets::take_back(std::deque<Sink>& sinks) {
   for (Sink& sink : sinks) {
-    if (!sink.view.defined()) continue;
+    if (!sink.view.defined() || !keeps_shape(sink)) continue;
     const Bucket& bucket = of(sink);
     const bool sharded = team_.shards_gradient();  // then nobody but us has the view
     const int64_t offset = sharded ? sink.view.storage_offset() : bucket.gradient.storage_offset() + sink.slot.offset;
