@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.hooks
 
 from . import _C
 from ._C import Error
@@ -141,7 +142,7 @@ class Pieces:
         # Hooks of the user's find his parameters and their gradients, whenever they came.
         after = optimizer.register_step_post_hook(self._ended)
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        self.handles = [
+        self.handles: list[LastHook | torch.utils.hooks.RemovableHandle] = [
             LastHook(optimizer, self._before),
             after,
             optimizer.register_state_dict_pre_hook(self._swap_in),

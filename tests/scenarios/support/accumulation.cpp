@@ -185,7 +185,7 @@ std::vector<Scenario> accumulation_scenarios() {
       for_each_gradient(stage, [](int i, at::Tensor& grad) {
         if (!grad.defined()) return;
         at::NoGradGuard no_grad;
-        if (i % 3 == 0) grad.set_data(at::full(grad.sizes(), 0.01 * (i + 1)));
+        if (i % 3 == 0) grad.set_data(at::full(grad.sizes(), 0.01 * (i + 1), grad.options()));
         if (i % 3 != 0 && grad.dim() == 2 && grad.size(0) == grad.size(1)) grad.t_();
       });
       if (round % 2 == 1) one_backward(stage, 2 * round + 1);
