@@ -40,7 +40,10 @@ class LastHook:
 
         def before_it(other: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
             handle = register(other)
-            optimizer._optimizer_step_pre_hooks.move_to_end(self._handle.id)  # type: ignore[attr-defined]
+            hooks = optimizer._optimizer_step_pre_hooks
+            known = list(hooks)
+            for mine in known[known.index(self._handle.id) : -1]:  # and what was put behind it on purpose
+                hooks.move_to_end(mine)  # type: ignore[attr-defined]
             return handle
 
         vars(optimizer)["register_step_pre_hook"] = before_it

@@ -106,7 +106,7 @@ class DeepSpeedEngine(Settings):
         self._grad_norm: float | None = None
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `tell`
         if self.basic_optimizer is not None and self._config.half is not None:
-            self.basic_optimizer.register_step_pre_hook(self._pass_on)  # behind the one that makes masters
+            torch.optim.Optimizer.register_step_pre_hook(self.basic_optimizer, self._pass_on)  # behind the one that makes masters
         zero.claim(self)
         if self._outside is not None:
             zero.describe(model, self._outside.parameters, self._part_of)
