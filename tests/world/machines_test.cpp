@@ -113,6 +113,8 @@ TEST(MachinesOfProcesses, EndAtOnceThoughWorkIsPending) {
 }
 
 // The network's own count: what one machine must send, not what its ranks have. Without tiers, twice as much crosses.
+// What TCP sent again is no stream of ours, and is taken off where there may not be more; only there, as what was dropped
+// the first time may not have been counted.
 TEST(MachinesOfProcesses, OneStreamPerMachineCrossesTheCable) {
   NEEDS(cable);
   for (const bool tiers : {true, false}) {
@@ -123,7 +125,9 @@ TEST(MachinesOfProcesses, OneStreamPerMachineCrossesTheCable) {
       const std::string& output = ranks[first].output();
       for (const auto& [verb, share] :
            {std::pair{"all_reduce", 1.0}, {"reduce_scatter", 0.5}, {"all_gather", 0.5}, {"gather", 0.5}}) {
-        EXPECT_NEAR(told(output, verb), share * streams, 0.12 * share * streams) << verb << ": " << output;
+        const double crossed = told(output, verb), again = told(output, std::string(verb) + " again");
+        EXPECT_GE(crossed, 0.88 * share * streams) << verb << ": " << output;
+        EXPECT_LE(crossed - again, 1.12 * share * streams) << verb << ": " << output;
       }
     }
   }
