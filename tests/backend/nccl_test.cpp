@@ -1,6 +1,6 @@
 // NCCL, where there is a device: one rank is enough to see that every verb of a group goes through.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/nccl.h"

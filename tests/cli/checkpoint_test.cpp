@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/stat.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <algorithm>
 #include <filesystem>

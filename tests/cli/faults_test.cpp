@@ -34,7 +34,7 @@ struct Fault {
   std::string text() const { return "rank=" + std::to_string(rank) + ",point=" + point + ",kind=" + kind; }
 };
 
-Words steady(const Words& more) {
+Words saving(const Words& more) {
   Words words = tiny({"--json", "--deterministic", "--virtual-ranks", "4", "--steps", "24", "--questions", "8",
                       "--save-every", "3", "--eval-every", "20", "--timeout", kTimeout});
   words.insert(words.end(), more.begin(), more.end());
@@ -44,7 +44,7 @@ Words steady(const Words& more) {
 const std::string& undisturbed() {
   static const std::string digest = [] {
     const Scratch scratch;
-    const Result result = run(steady({"--ranks", "1", "--checkpoint", scratch.path("saved")}));
+    const Result result = run(saving({"--ranks", "1", "--checkpoint", scratch.path("saved")}));
     EXPECT_EQ(result.code, 0) << result.err;
     return result.last()["model_digest"].get<std::string>();
   }();
@@ -129,7 +129,7 @@ void survives(const std::string& strategy, const std::vector<Fault>& faults, int
   std::string plan;
   for (const Fault& fault : faults) plan += (plan.empty() ? "" : ";") + fault.text();
   SCOPED_TRACE(strategy + ": " + plan);
-  Program program(steady({"--ranks", std::to_string(ranks), "--strategy", strategy, "--checkpoint",
+  Program program(saving({"--ranks", std::to_string(ranks), "--strategy", strategy, "--checkpoint",
                           scratch.path("saved"), "--restarts", std::to_string(faults.size())}),
                   {{"PLUMB_FAULT", plan}});
   const Result result = program.wait();
@@ -194,7 +194,7 @@ TEST(Faults, ASaveThatThrowsIsGoneOnWithout) {
   int folder = 0;
   for (const std::string point : {"snapshot:1", "commit:1"}) {
     const Result result =
-        run(steady({"--ranks", "2", "--strategy", "zero3", "--checkpoint", scratch.path(std::to_string(++folder))}),
+        run(saving({"--ranks", "2", "--strategy", "zero3", "--checkpoint", scratch.path(std::to_string(++folder))}),
             {{"PLUMB_FAULT", "rank=0,point=" + point + ",kind=throw"}});
     EXPECT_EQ(result.code, 0) << result.err;
     EXPECT_THAT(result.err, HasSubstr("failed on rank 0: rank 0: PLUMB_FAULT asked for an error at " + point));

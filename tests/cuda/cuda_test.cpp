@@ -1,6 +1,6 @@
 // The engine on a real device: no host synchronisation in a step, and real streams that fill one bucket.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <functional>
 #include <string>

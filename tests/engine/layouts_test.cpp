@@ -1,6 +1,6 @@
 // Checkpoints of tensors whose memory lies in any order, and with gaps: what counts is the tensor.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "plumb/plumb.h"
 #include "save/support/folder.h"

@@ -1,7 +1,7 @@
 // The state of an optimizer that is not the engine's: in pieces, whole, or of shapes of its own, from any world to any other.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <future>
 

@@ -1,7 +1,7 @@
 // A checkpoint goes from any world and strategy to any other bit for bit; what does not fit is refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <filesystem>
 #include <future>

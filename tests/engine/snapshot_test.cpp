@@ -4,7 +4,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/impl/COW.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <latch>
 #include <thread>

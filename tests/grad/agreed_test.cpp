@@ -5,6 +5,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/fused.h"
 #include "plumb/plumb.h"
 #include "watch/wire.h"
@@ -17,9 +18,7 @@ using testing::AllOf;
 using testing::Each;
 using testing::HasSubstr;
 
-at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return at::zeros(shape, dtype).requires_grad_();
-}
+using test::leaf;
 
 // A tensor of its own beside the engine's, or a piece of nothing: neither was cleared, changed or left where the other ranks' was
 // cleared.

@@ -5,6 +5,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/plumb.h"
 #include "watch/wire.h"
 
@@ -17,9 +18,7 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return at::zeros(shape, dtype).requires_grad_();
-}
+using test::leaf;
 
 class AssignedIn : public testing::TestWithParam<std::string> {};
 

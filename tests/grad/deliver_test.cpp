@@ -1,7 +1,7 @@
 // Contract 3 from the third entrance: raw gradients obey the leaf's dtype rule, in every strategy.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <optional>
 

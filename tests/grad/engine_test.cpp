@@ -15,7 +15,7 @@ namespace {
 using scenarios::Net;
 using scenarios::Normed;
 
-at::Tensor leaf(std::initializer_list<double> values) {
+at::Tensor leaf_of(std::initializer_list<double> values) {
   return at::tensor(std::vector<double>(values)).to(at::kFloat).requires_grad_();
 }
 
@@ -27,7 +27,7 @@ void expect_close(const at::Tensor& found, std::initializer_list<double> expecte
 TEST(NoSync, PutsNothingOnTheWire) {
   std::barrier together(2);
   run_local(2, [&](World world) {
-    auto weight = leaf({1, 2});
+    auto weight = leaf_of({1, 2});
     Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
     auto held = [&] {
       auto guard = engine.no_sync();
@@ -120,7 +120,7 @@ TEST(Engines, TwoInOneProcessTrainAGan) {
   };
   for (int ranks : {1, 2, 3}) {
     run_local(ranks, [&](World world) {
-      auto g = leaf({0.3, -0.2, 0.7}), d = leaf({0.5, 0.1, -0.4});
+      auto g = leaf_of({0.3, -0.2, 0.7}), d = leaf_of({0.5, 0.1, -0.4});
       Engine generator(world, NamedTensors{{"g", g}}, {}, SGD{.lr = 0.1}),
           discriminator(world, NamedTensors{{"d", d}}, {}, SGD{.lr = 0.1});
       train(
@@ -137,7 +137,7 @@ TEST(Engines, TwoInOneProcessTrainAGan) {
             discriminator.zero_grad();
           });
       // One process: all ranks' losses summed, each weighted 1/N.
-      auto rg = leaf({0.3, -0.2, 0.7}), rd = leaf({0.5, 0.1, -0.4});
+      auto rg = leaf_of({0.3, -0.2, 0.7}), rd = leaf_of({0.5, 0.1, -0.4});
       for (int round = 0; round < 3; ++round) {
         for (const bool turn : {false, true}) {
           at::Tensor total = at::zeros({});
@@ -188,7 +188,7 @@ TEST(Buffers, AreRankZerosAfterConstructionAndAfterEveryStep) {
 
 TEST(Parameters, AreRankZerosAfterConstruction) {
   run_local(3, [&](World world) {
-    auto weight = leaf({1.0 + world.rank(), 5});
+    auto weight = leaf_of({1.0 + world.rank(), 5});
     Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{});
     expect_close(weight, {1, 5});
   });
@@ -196,7 +196,7 @@ TEST(Parameters, AreRankZerosAfterConstruction) {
 
 TEST(Engine, WithoutAnOptimizerServesTheUsersOwn) {
   run_local(2, [&](World world) {
-    auto weight = leaf({1, 2});
+    auto weight = leaf_of({1, 2});
     Engine engine(world, NamedTensors{{"w", weight}}, {});
     torch::optim::Adam optimizer({weight}, torch::optim::AdamOptions(0.5));
     (weight * (world.rank() * 2 + 1)).sum().backward();
@@ -211,7 +211,7 @@ TEST(Engine, WithoutAnOptimizerServesTheUsersOwn) {
 TEST(Engine, GradientsCanBeDetachedInPlace) {
   for (const char* strategy : {"ddp", "zero2"}) {
     run_local(2, [&](World world) {
-      auto weight = leaf({1, 2, 3});
+      auto weight = leaf_of({1, 2, 3});
       Engine engine(world, NamedTensors{{"w", weight}}, {}, NoOptimizer{}, {.strategy = strategy});
       for (int i = 0; i < 2; ++i) {
         (weight * (world.rank() + 1)).sum().backward();
@@ -255,7 +255,7 @@ TEST(Engine, GivesTheWholeOfAGradientThatTheUserReplaced) {
 
 TEST(Engine, LeavesAUsableModelBehind) {
   run_local(2, [&](World world) {
-    auto weight = leaf({1, 2});
+    auto weight = leaf_of({1, 2});
     at::Tensor kept;
     {
       Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1});
@@ -311,7 +311,7 @@ TEST(Pass, IsOneHoweverManyBackwardsRunInsideTheBackward) {
 
 TEST(Engine, ReportsTheNormBeforeClipping) {
   run_local(2, [&](World world) {
-    auto weight = leaf({0, 0});
+    auto weight = leaf_of({0, 0});
     Options options;
     options.clip_norm = 1.0;
     Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, options);

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -24,9 +25,7 @@ std::vector<std::string> errors_of_models(
   return errors(3, [&](World world) { Engine engine(world, model(world.rank()), {}, SGD{}, options(world.rank())); });
 }
 
-at::Tensor leaf(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return at::zeros(shape, dtype).requires_grad_();
-}
+using test::leaf;
 
 TEST(ModelCheck, NamesAnotherName) {
   EXPECT_THAT(

@@ -1,7 +1,7 @@
 // The user's communication hook in the place of the all-reduce; and ranks that sit passes out.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <numeric>

@@ -1,6 +1,6 @@
 // The memory of reduced gradients goes with them, and what comes back holds nothing old.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <functional>
 #include <limits>

@@ -4,6 +4,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/fused.h"
 #include "plumb/plumb.h"
 
@@ -16,7 +17,7 @@ using testing::Each;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-at::Tensor leaf(at::IntArrayRef shape) { return at::zeros(shape).requires_grad_(); }
+using test::leaf;
 
 TEST(UntrainableModels, AreToldByTheNameOfTheParameter) {
   const auto inference = [] {

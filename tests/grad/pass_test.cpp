@@ -4,6 +4,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -14,7 +15,7 @@ using test::errors;
 using testing::Each;
 using testing::HasSubstr;
 
-at::Tensor leaf(int64_t size) { return at::zeros({size}).requires_grad_(); }
+using test::leaf;
 
 class PassIn : public testing::TestWithParam<std::string> {};
 

@@ -2,7 +2,7 @@
 // another one.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <complex>
 #include <functional>
@@ -21,7 +21,6 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 using Question = std::function<at::Tensor(const at::Tensor& gradient)>;
 
@@ -37,7 +36,7 @@ const std::vector<std::pair<std::string, Question>> kQuestions = {
     {"amin", [](const at::Tensor& g) { return g.amin(); }},
     {"aminmax", [](const at::Tensor& g) { return std::get<1>(g.aminmax()); }},
     {"norm", [](const at::Tensor& g) { return g.norm(); }},
-    {"norm", [](const at::Tensor& g) { return g.norm(kInfinity); }},
+    {"norm", [](const at::Tensor& g) { return g.norm(std::numeric_limits<double>::infinity()); }},
     {"linalg_vector_norm", [](const at::Tensor& g) { return at::linalg_vector_norm(g, 3); }},
     {"var", [](const at::Tensor& g) { return g.var(/*unbiased=*/false); }},
     {"std", [](const at::Tensor& g) { return g.std(/*unbiased=*/true); }},

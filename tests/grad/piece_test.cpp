@@ -1,7 +1,7 @@
 // A piece of a sharded gradient knows that it is one: what is done to it gives what one process would get, or an error.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <limits>
 #include <sstream>

@@ -9,6 +9,7 @@
 
 #include "engine/impl.h"
 #include "errors.h"
+#include "grad/support/leaf.h"
 #include "plumb/plumb.h"
 #include "scenarios/support/models.h"
 
@@ -19,7 +20,7 @@ using test::errors;
 using testing::Each;
 using testing::HasSubstr;
 
-at::Tensor leaf(int64_t length) { return at::zeros({length}).requires_grad_(); }
+using test::leaf;
 
 // Past the engine that announces: libtorch's own runs it.
 void backward_of_somebody_else(const at::Tensor& loss) {

@@ -1,7 +1,7 @@
 // What users do to parameters and gradients behind the engine's back: followed, or an error.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <sstream>
 

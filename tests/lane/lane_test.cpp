@@ -8,7 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/library.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "plumb/sim.h"
 

@@ -3,7 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <atomic>
 #include <mutex>

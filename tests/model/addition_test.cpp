@@ -2,7 +2,7 @@
 #include "model/addition.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 namespace plumb::model {
 

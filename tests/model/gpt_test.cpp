@@ -2,7 +2,7 @@
 #include "model/gpt.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <map>
 

@@ -1,5 +1,5 @@
 // What an owner of a buffer may rely on: what autograd keeps, when the flag is set, which buffers are taken, what is frozen.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <random>
 

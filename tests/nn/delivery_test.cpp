@@ -1,5 +1,5 @@
 // The delivery table: every row, for every module, weight shape, beta, dtype and device.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "nn/delivery.h"
 #include "nn/support/fused.h"

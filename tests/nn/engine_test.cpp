@@ -1,7 +1,7 @@
 // Fused modules with an engine: what was put off and never came is an error at step().
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <mutex>
 

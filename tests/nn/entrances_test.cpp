@@ -1,7 +1,7 @@
 // Contract 3: one gradient gives the same numbers through autograd, deliver() and an operation that writes it itself.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <mutex>
 #include <optional>

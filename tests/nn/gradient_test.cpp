@@ -1,5 +1,5 @@
 // Gradients of the modules against plain operations and finite differences, in every pattern of backwards.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "nn/product.h"
 #include "nn/support/fused.h"

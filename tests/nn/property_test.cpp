@@ -1,5 +1,5 @@
 // Modules drawn at random (sizes, counts, owners, dtypes, frozen weights) against the same function of single rows in f64.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <map>
 #include <random>

@@ -1,5 +1,5 @@
 // Routers and mixtures drawn at random against tokens taken one by one in f64.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "nn/support/drawn.h"
 

@@ -1,5 +1,5 @@
 // Any part of a grouped operation may want a gradient alone: it is the one that it has when all want one.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "nn/support/drawn.h"
 

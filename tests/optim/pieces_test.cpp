@@ -1,7 +1,7 @@
 // An optimizer of the user's own over this rank's pieces, against libtorch's over whole parameters in one process.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <map>
 #include <mutex>

@@ -1,5 +1,5 @@
 // An owner without an engine, on several streams: what a fused module writes is there for hooks, readers and other writers.
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "grad/node.h"
 #include "plumb/nn.h"
@@ -11,8 +11,8 @@ namespace {
 
 enum class Hears { nothing, stand_in };
 
-struct Case {
-  Case(bool delayed, Hears hears)
+struct Written {
+  Written(bool delayed, Hears hears)
       : linear(nn::LinearOptions{.in = 4, .out = 3, .bias = false, .delay_wgrad_compute = delayed}) {
     linear->to(device(0));
     MainGrad facts{.main_grad = at::zeros({3, 4}, on(0))};
@@ -39,7 +39,7 @@ INSTANTIATE_TEST_SUITE_P(Table, MainGradOnStreams, testing::Values(Hears::nothin
 TEST_P(MainGradOnStreams, IsWrittenBeforeHooksAndReaders) {
   for (uint64_t seed = 0; seed < few_seeds; ++seed) {
     Session session(seed);
-    Case one(false, GetParam());
+    Written one(false, GetParam());
     const auto home = current_stream(0), side = new_stream(0, "side");
     const at::Tensor x = at::ones({2, 4}, on(0));
     wait_for(side, home);
@@ -58,7 +58,7 @@ TEST_P(MainGradOnStreams, IsWrittenBeforeHooksAndReaders) {
 TEST_P(MainGradOnStreams, IsWrittenByOneStreamAfterAnother) {
   for (uint64_t seed = 0; seed < few_seeds; ++seed) {
     Session session(seed);
-    Case one(false, GetParam());
+    Written one(false, GetParam());
     const auto home = current_stream(0);
     const at::Tensor x = at::ones({2, 4}, on(0));
     at::Tensor sum;
@@ -81,7 +81,7 @@ TEST_P(MainGradOnStreams, IsWrittenByOneStreamAfterAnother) {
 TEST_P(MainGradOnStreams, OfADelayedGradientIsMadeFromWhatTheBackwardLeft) {
   for (uint64_t seed = 0; seed < few_seeds; ++seed) {
     Session session(seed);
-    Case one(true, GetParam());
+    Written one(true, GetParam());
     const auto home = current_stream(0), side = new_stream(0, "side"), later = new_stream(0, "later");
     wait_for(side, home);
     wait_for(later, home);  // knows main_grad, and nothing of the backward

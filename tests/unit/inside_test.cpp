@@ -10,7 +10,7 @@
 #include <deque>
 #include <random>
 
-#include "unit/support/net.h"
+#include "unit/support/chain.h"
 
 namespace plumb {
 namespace {
@@ -32,8 +32,6 @@ void unit(const std::vector<at::Tensor>& parameters) {
       c10::Dispatcher::singleton().findSchemaOrThrow("plumb::unit", "").typed<void(const std::vector<at::Tensor>&)>();
   op.call(parameters);
 }
-
-enum class Gather { in_place, together };
 
 // Three units of odd sizes under zero3, and their whole values from before.
 struct Sharded {

@@ -1,7 +1,7 @@
 // What can be looked at while and after units are used: a graph that recomputes, and where a rank is on its road.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "engine/impl.h"
 #include "plumb/checkpoint.h"

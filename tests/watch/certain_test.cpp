@@ -17,14 +17,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-// Rank 3 waits for a collective of the control group that nobody else has issued.
-void cross(Scene& scene, const Where& where = {Kind::step, 5, 1, ""}) {
-  scene.of(3).state = Report::State::waiting;
-  scene.of(3).ticket = {.group = control_index, .number = 4};
-  scene.of(3).where = where;
-  scene.of(3).wait = 11;
-}
-
 constexpr const char* kSameNumber =
     "; every rank must run the same number of backwards before step() — a rank with nothing to do calls "
     "engine.backward(loss) all the same";

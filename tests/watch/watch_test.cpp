@@ -90,15 +90,6 @@ TEST(Watch, FollowsARankThatFailedWhenItsOwnTimeIsOver) {
   EXPECT_EQ(late.looks, 2);
 }
 
-// Rank 3 waits for a collective that this rank has not issued, and has not issued the one that this rank waits for.
-void cross(Scene& scene) {
-  Report& other = scene.of(3);
-  other.state = Report::State::waiting;
-  other.ticket = {.group = control_index, .number = 4};
-  other.where = {Where::Kind::step, 5, 1, ""};
-  other.wait = 11;
-}
-
 TEST(Watch, RanksThatWaitForEachOtherAreToldSo) {
   Scene scene(4, seconds(60));
   cross(scene);

@@ -1,7 +1,7 @@
 // The engine's arithmetic once more, plainly: one process, f64, one element after the other.
 #pragma once
 
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <cmath>
 #include <random>

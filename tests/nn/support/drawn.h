@@ -1,7 +1,7 @@
 // What tests draw modules from, and the same functions of single rows in f64.
 #pragma once
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <cmath>
 #include <random>

@@ -1,7 +1,7 @@
 #include "nn/support/fused.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "grad/node.h"
 

@@ -1,7 +1,7 @@
 // The small models the scenarios train.
 #pragma once
 
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include "plumb/unit.h"
 

@@ -2,7 +2,7 @@
 // reference, where every rank's part works on one shared model and plain libtorch does the rest.
 #pragma once
 
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <functional>
 #include <memory>

@@ -1,6 +1,9 @@
 // Set-up of the simulator for all its tests, and the models they train.
 #include "sim/support/support.h"
 
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/pooling.h>
+
 namespace plumb::sim {
 namespace {
 
@@ -12,16 +15,14 @@ struct Accelerator final : testing::Environment {
 };
 const auto* const accelerator = testing::AddGlobalTestEnvironment(new Accelerator);
 
-namespace nn = torch::nn;
-
-struct Attention : nn::Module {
+struct Attention : torch::nn::Module {
   Attention() {
-    embedding = register_module("embedding", nn::Embedding(32, 16));
-    norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({16})));
-    qkv = register_module("qkv", nn::Linear(16, 48));
-    out = register_module("out", nn::Linear(16, 16));
-    drop = register_module("drop", nn::Dropout(0.2));
-    head = register_module("head", nn::Linear(16, 8));
+    embedding = register_module("embedding", torch::nn::Embedding(32, 16));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})));
+    qkv = register_module("qkv", torch::nn::Linear(16, 48));
+    out = register_module("out", torch::nn::Linear(16, 16));
+    drop = register_module("drop", torch::nn::Dropout(0.2));
+    head = register_module("head", torch::nn::Linear(16, 8));
   }
   at::Tensor forward(const at::Tensor& ids) {
     const auto batch = ids.size(0), length = ids.size(1);
@@ -34,14 +35,14 @@ struct Attention : nn::Module {
     const auto mixed = scores.matmul(heads(parts[2])).transpose(1, 2).reshape({batch, length, 16});
     return head(drop(x + out(mixed)));
   }
-  nn::Embedding embedding{nullptr};
-  nn::LayerNorm norm{nullptr};
-  nn::Linear qkv{nullptr}, out{nullptr}, head{nullptr};
-  nn::Dropout drop{nullptr};
+  torch::nn::Embedding embedding{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear qkv{nullptr}, out{nullptr}, head{nullptr};
+  torch::nn::Dropout drop{nullptr};
 };
 
-at::Tensor run_sequential(nn::Module& module, const at::Tensor& x) {
-  return dynamic_cast<nn::SequentialImpl&>(module).forward(x);
+at::Tensor run_sequential(torch::nn::Module& module, const at::Tensor& x) {
+  return dynamic_cast<torch::nn::SequentialImpl&>(module).forward(x);
 }
 
 }  // namespace
@@ -50,24 +51,28 @@ const std::vector<ModelCase>& models() {
   static const std::vector<ModelCase> all = {
       {"mlp",
        [] {
-         return nn::Sequential(nn::Linear(12, 32), nn::GELU(), nn::Linear(32, 32), nn::ReLU(), nn::Linear(32, 6)).ptr();
+         return torch::nn::Sequential(torch::nn::Linear(12, 32), torch::nn::GELU(), torch::nn::Linear(32, 32),
+                                      torch::nn::ReLU(), torch::nn::Linear(32, 6))
+             .ptr();
        },
        run_sequential, [] { return torch::randn({16, 12}); }},
       {"convolution",
        [] {
-         return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::SiLU(),
-                               nn::MaxPool2d(2), nn::Conv2d(nn::Conv2dOptions(8, 4, 3).stride(2)),
-                               nn::GroupNorm(nn::GroupNormOptions(2, 4)), nn::Flatten(), nn::Linear(4, 5))
+         return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
+                                      torch::nn::BatchNorm2d(8), torch::nn::SiLU(), torch::nn::MaxPool2d(2),
+                                      torch::nn::Conv2d(torch::nn::Conv2dOptions(8, 4, 3).stride(2)),
+                                      torch::nn::GroupNorm(torch::nn::GroupNormOptions(2, 4)), torch::nn::Flatten(),
+                                      torch::nn::Linear(4, 5))
              .ptr();
        },
        run_sequential, [] { return torch::randn({4, 3, 8, 8}); }},
       {"attention, embedding, layer norm, dropout", [] { return std::make_shared<Attention>(); },
-       [](nn::Module& module, const at::Tensor& x) { return dynamic_cast<Attention&>(module).forward(x); },
+       [](torch::nn::Module& module, const at::Tensor& x) { return dynamic_cast<Attention&>(module).forward(x); },
        [] { return torch::randint(0, 32, {2, 10}); }},
       {"dropout and layer norm",
        [] {
-         return nn::Sequential(nn::Linear(8, 24), nn::LayerNorm(nn::LayerNormOptions({24})), nn::Dropout(0.5),
-                               nn::Tanh(), nn::Linear(24, 3))
+         return torch::nn::Sequential(torch::nn::Linear(8, 24), torch::nn::LayerNorm(torch::nn::LayerNormOptions({24})),
+                                      torch::nn::Dropout(0.5), torch::nn::Tanh(), torch::nn::Linear(24, 3))
              .ptr();
        },
        run_sequential, [] { return torch::randn({10, 8}); }},

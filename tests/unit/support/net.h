@@ -1,7 +1,7 @@
 // The model that the tests of units train: blocks, a unit inside a unit, tied weights.
 #pragma once
 
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <functional>
 #include <mutex>
@@ -53,8 +53,8 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 // A unit with a unit inside.
-struct OuterImpl : torch::nn::Module {
-  explicit OuterImpl(int64_t width) {
+struct AroundImpl : torch::nn::Module {
+  explicit AroundImpl(int64_t width) {
     inner = register_module("inner", Block(width));
     scale = register_parameter("scale", torch::ones({width}));
   }
@@ -62,14 +62,14 @@ struct OuterImpl : torch::nn::Module {
   Unit<Block> inner{nullptr};
   at::Tensor scale;
 };
-TORCH_MODULE(Outer);
+TORCH_MODULE(Around);
 
 struct Net : torch::nn::Module {
   Net() {
     torch::manual_seed(3);
     first = register_module("first", Block(6));
     second = register_module("second", Block(6));
-    outer = register_module("outer", Outer(6));
+    outer = register_module("outer", Around(6));
     table = register_module("table", torch::nn::Linear(torch::nn::LinearOptions(6, 6).bias(false)));
     tied = register_module("tied", torch::nn::Linear(torch::nn::LinearOptions(6, 6).bias(false)));
     tied->weight = tied->register_parameter("same", table->weight);
@@ -81,7 +81,7 @@ struct Net : torch::nn::Module {
     return torch::linear(table->forward(h), tied->weight);
   }
   Unit<Block> first{nullptr}, second{nullptr};
-  Unit<Outer> outer{nullptr};
+  Unit<Around> outer{nullptr};
   Unit<torch::nn::Linear> table{nullptr}, tied{nullptr};
 };
 

@@ -87,4 +87,13 @@ struct Scene : Said {
   Watch watch;
 };
 
+// Rank 3 waits for a collective that nobody else has issued, and has not issued the one that this rank waits for.
+inline void cross(Scene& scene, const Where& where = {Where::Kind::step, 5, 1, ""}) {
+  Report& other = scene.of(3);
+  other.state = Report::State::waiting;
+  other.ticket = {.group = control_index, .number = 4};
+  other.where = where;
+  other.wait = 11;
+}
+
 }  // namespace plumb::test
