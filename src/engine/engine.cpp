@@ -282,14 +282,8 @@ void Engine::backward(const at::Tensor& loss, bool retain_graph, std::optional<d
     failure = std::current_exception();
   }
   failure = outermost.end(failure);
-  try {
-    reducer.end_backward(failure);
-    if (failure) std::rethrow_exception(failure);
-  } catch (...) {
-    if (weight) reducer.weighed(Reducer::Ended::by_an_exception);
-    throw;
-  }
-  if (weight) reducer.weighed(Reducer::Ended::well);
+  reducer.end_backward(failure);
+  if (failure) std::rethrow_exception(failure);
 }
 
 at::Tensor Engine::scale(const at::Tensor& loss) const {
@@ -365,8 +359,7 @@ at::Tensor Engine::full_gradient(const at::Tensor& parameter) {
 
 void Engine::zero_grad() {
   const TrainingMode training;
-  const bool in_pass = impl_->reducer->progress().pass % 2 == 1;  // grows when one opens, and when it closes
-  if (in_pass && torch::autograd::get_current_graph_task_id() < 0) {
+  if (impl_->reducer->pass_open() && torch::autograd::get_current_graph_task_id() < 0) {
     throw Error(
         impl_->world.rank(),
         "zero_grad() between the backwards of one pass, whose gradients may be on their way already; call it before "

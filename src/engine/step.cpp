@@ -70,6 +70,7 @@ StepInfo Engine::Impl::begin_step() {
     }
   }
   in_step = true;
+  reducer->begin_update();
   skipped = info.skipped;
   if (skipped) end_step();
   return info;

@@ -17,6 +17,8 @@ struct OpenPass {
   End end = End::backward;
   bool rules_changed = false;    // nothing travels before all ranks have said that theirs did too
   int backwards = 0;             // that must end before it closes
+  bool weighted = false;         // some of its backwards had a weight
+  bool unweighted = false;       // some that brought a gradient had none
   int task = -1;                 // the graph task that brought the last gradient
   std::exception_ptr failure{};  // the first; the others go on, and are told at the end
   std::vector<int> arrivals{};   // sinks, in the order in which their gradients came

@@ -53,6 +53,11 @@ bool Reducer::holds() const {
   return held_;
 }
 
+bool Reducer::pass_open() const {
+  Lock lock(mutex_);
+  return pass_.has_value();
+}
+
 bool Reducer::rebuilt() const {
   Lock lock(mutex_);
   return rebuilt_;
@@ -123,7 +128,11 @@ void Reducer::join_pass(Sink& sink, bool contributes) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task != pass.task && task >= 0) {
     pass.task = task;
-    if (backward::listen(shared_from_this())) ++pass.backwards;
+    if (backward::listen(shared_from_this())) {  // one that has a weight is listened to already
+      ++pass.backwards;
+      pass.unweighted = true;
+      check_weighed_alike(pass);
+    }
   }
   Bucket& bucket = buckets_.of(sink);
   // Contract 2: a producer waits for the reduction, and for who wrote the same gradient before.
@@ -204,11 +213,21 @@ void Reducer::accumulator_changed(Sink& sink) {
 
 // ---- one pass
 
+OpenPass::Sync Reducer::sync_of_next() const {
+  return summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
+}
+
 OpenPass& Reducer::open_pass() {
+  if (updating_ && sync_of_next() == OpenPass::Sync::held) {
+    throw Error(team_.rank(), std::string("a backward between begin_step() and end_step() ") +
+                                  (options_.deterministic ? "in deterministic mode" : "under no_sync") +
+                                  ", whose gradients would wait for a reduction that this step has behind it; run it "
+                                  "before begin_step(), or after end_step()");
+  }
   if (Timeline& timeline = timeline_of(world()); timeline.on()) timeline.enter(doing::backward, backward::began());
   prepare_capture();
   OpenPass pass;
-  pass.sync = summing_->sync(no_sync_ == 0 ? Summing::Wish::reduce : Summing::Wish::hold);
+  pass.sync = sync_of_next();
   buckets_.take_back(members_.sinks());
   changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
@@ -257,11 +276,17 @@ void Reducer::backward_ended(std::exception_ptr failure) {
   for (Sink& sink : members_.sinks()) {
     if (sink.accumulator) members_.watch(sink);
   }
-  if (pass.sync == OpenPass::Sync::reduced) {
-    close_synced_pass(pass);
-  } else {
-    close_held_pass(pass);
+  try {
+    if (pass.sync == OpenPass::Sync::reduced) {
+      close_synced_pass(pass);
+    } else {
+      close_held_pass(pass);
+    }
+  } catch (...) {
+    if (pass.weighted) weights_.failed();
+    throw;
   }
+  if (pass.weighted) pass.failure ? weights_.failed() : weights_.end_pass(sinks());
   note_capture();
   timeline_of(world()).enter(doing::forward);
   if (pass.failure && !failure) std::rethrow_exception(pass.failure);

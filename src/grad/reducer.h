@@ -63,10 +63,9 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void begin_backward();
   void end_backward(std::exception_ptr failure);
 
-  // Inside of such a backward: it is of a sum over `weight` things. Those of one step all are, or none is.
+  // Inside of such a backward, before its gradients come: it is of a sum over `weight` things. Those of one step all are,
+  // or none is; several of one pass add up.
   void weigh(double weight);
-  enum class Ended { well, by_an_exception };
-  void weighed(Ended how);  // after it
   // After settle_step(): what makes the mean over the ranks the mean over everybody's weights. Once; 1 from then on.
   double take_weight_factor();
 
@@ -81,6 +80,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
   void settle_step();
+  // Its gradients are in use from now on: a backward that would leave some for a later reduction is an Error.
+  void begin_update();
   // The step is over: the next backward is the first of the next step.
   void finish_step();
 
@@ -129,6 +130,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Where here(Where::Kind kind, std::string detail = {}) const { return {kind, steps_, passes_, std::move(detail)}; }
   int64_t steps() const { return steps_; }
 
+  // A backward is under way, or a scope of several, or gradients were delivered that end_pass() has not closed yet.
+  bool pass_open() const;
   // How far this rank is: which pass, and how many of its buckets are being reduced.
   struct Progress {
     int64_t pass = 0;  // a number that grows when one opens, and when it closes
@@ -162,6 +165,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // A pass.
   OpenPass& open_pass();
+  OpenPass::Sync sync_of_next() const;
+  void check_weighed_alike(const OpenPass& pass) const;
   void join_pass(Sink& sink, bool contributes);
   void accumulated(Sink& sink, const at::Tensor& gradient);
   void count_arrival(Sink& sink);
@@ -214,10 +219,11 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   int no_sync_ = 0;
   bool divides_by_all_ = true;
   int64_t steps_ = 0;
-  int64_t passes_ = 0;    // begun since the last step
-  bool held_ = false;     // contributions wait for a reduction
-  bool rebuilt_ = false;  // the buckets lie in ready order
-  LaneSet callers_;       // the lanes that backwards of this step were called from
+  int64_t passes_ = 0;     // begun since the last step
+  bool updating_ = false;  // from begin_update() to finish_step()
+  bool held_ = false;      // contributions wait for a reduction
+  bool rebuilt_ = false;   // the buckets lie in ready order
+  LaneSet callers_;        // the lanes that backwards of this step were called from
 };
 
 }  // namespace plumb

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <utility>
 
 #include "grad/reducer.h"
 
@@ -60,16 +61,21 @@ void Reducer::settle_step() {
 
 void Reducer::weigh(double weight) {
   Lock lock(mutex_);
-  weights_.weigh(weight, sinks());
+  if (backward::listen(shared_from_this())) ++pass_->backwards;
+  const bool first = !std::exchange(pass_->weighted, true);
+  if (first) weights_.begin_pass();
+  check_weighed_alike(*pass_);
+  // Later ones of a pass do not look: its gradients may be on their way.
+  if (first) weights_.join(sinks());
+  weights_.weigh(weight);
 }
 
-void Reducer::weighed(Ended how) {
-  Lock lock(mutex_);
-  if (how == Ended::well) {
-    weights_.weighed(sinks());
-  } else {
-    weights_.failed();
-  }
+// Told where it happens: the pass fails, and with it every rank's.
+void Reducer::check_weighed_alike(const OpenPass& pass) const {
+  if (!pass.weighted || !pass.unweighted) return;
+  throw Error(team_.rank(),
+              "backwards with and without a weight in one engine.pass(), whose sums have no common mean; give every "
+              "backward of the pass a weight (0 where there is nothing to contribute), or none");
 }
 
 double Reducer::take_weight_factor() {
@@ -97,8 +103,14 @@ void Reducer::check_used_alike(const Sink& sink, const Agreement& all) const {
   }
 }
 
+void Reducer::begin_update() {
+  Lock lock(mutex_);
+  updating_ = true;
+}
+
 void Reducer::finish_step() {
   Lock lock(mutex_);
+  updating_ = false;
   for (Bucket& bucket : buckets_) bucket.lanes.end_all(bucket.device());
   // The next forward reads the parameters where the backwards were called.
   buckets_.for_devices([this](c10::Device device) { callers_.follow(device); });

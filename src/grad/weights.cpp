@@ -29,10 +29,12 @@ void Weights::check(int rank, double weight) {
   }
 }
 
-void Weights::weigh(double weight, const std::deque<Sink>& sinks) {
-  check(rank_, weight);
+void Weights::begin_pass() {
   ++count_;
   before_ = sum_;
+}
+
+void Weights::join(const std::deque<Sink>& sinks) {
   const bool there = holds(sinks);
   if (!counts_ && there) {
     throw Error(
@@ -40,11 +42,15 @@ void Weights::weigh(double weight, const std::deque<Sink>& sinks) {
         "a backward with a weight adds to gradients that are no sum of weighted losses (of the last step, or set "
         "by hand); clear them with zero_grad() first");
   }
-  if (held_ && !there) before_ = 0;  // they were cleared, and what they weighed with them
-  sum_ = before_ + weight;
+  if (held_ && !there) sum_ = before_ = 0;  // they were cleared, and what they weighed with them
 }
 
-void Weights::weighed(const std::deque<Sink>& sinks) {
+void Weights::weigh(double weight) {
+  check(rank_, weight);
+  sum_ += weight;
+}
+
+void Weights::end_pass(const std::deque<Sink>& sinks) {
   counts_ = true;
   held_ = holds(sinks);
 }
@@ -56,8 +62,9 @@ void Weights::add(const Agreement& all) {
   for (size_t rank = 0; rank < said.size(); ++rank) {
     if (said[rank].weighted == said[rank].pass) continue;
     throw Error(rank_, c10::str("rank ", rank, " gave a weight to ", said[rank].weighted, " of its ", said[rank].pass,
-                                " backwards of this step; every backward of a step has one, on every rank, or "
-                                "none has (a rank with nothing to contribute has weight 0)"));
+                                " backwards of this step (those of one engine.pass() are one); every backward of a "
+                                "step has one, on every rank, or none has (a rank with nothing to contribute has "
+                                "weight 0)"));
   }
   if (all.weight == 0) throw Error(rank_, "the weights of all backwards of this step are 0: there is no mean to take");
   factor_ = static_cast<double>(all.ranks) / all.weight;

@@ -17,11 +17,16 @@ class Weights {
 
   // An Error unless it is a number of things.
   static void check(int rank, double weight);
-  // A backward is of a sum over `weight` things. Those of one step all are, or none is.
-  void weigh(double weight, const std::deque<Sink>& sinks);
-  // It has ended: are the gradients there that the weight stands for? Whoever clears them need not tell.
-  void weighed(const std::deque<Sink>& sinks);
-  // It has failed, here or on another rank: it is one of the step's backwards, and weighs nothing.
+  // A pass whose backwards have weights: counted first, then joined to what is there, then each of them weighs. It ends
+  // once, well or not.
+  void begin_pass();
+  // Before it brings a gradient: are those there that earlier weights stand for? Whoever clears them need not tell. An
+  // Error if others are.
+  void join(const std::deque<Sink>& sinks);
+  // A backward of it is of a sum over `weight` things.
+  void weigh(double weight);
+  void end_pass(const std::deque<Sink>& sinks);
+  // It has failed, here or on another rank: it is one of the step's passes, and weighs nothing.
   void failed() { sum_ = before_; }
 
   double sum() const { return sum_; }
@@ -38,8 +43,8 @@ class Weights {
   int rank_;
   Zeroed zeroed_;
   double sum_ = 0;       // of this rank's backwards of this step, as far as their gradients are still there
-  double before_ = 0;    // the last of them
-  int64_t count_ = 0;    // backwards of this step that had one, those that failed included
+  double before_ = 0;    // the last pass of them
+  int64_t count_ = 0;    // passes of this step that had one, those that failed included
   bool counts_ = false;  // one of them has ended well
   double factor_ = 1;    // see take_factor()
   bool held_ = false;    // gradients were there when the last of them ended

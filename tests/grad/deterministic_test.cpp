@@ -1,7 +1,7 @@
 // Deterministic mode: the same bits on every number of ranks and in every strategy.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <mutex>
 
@@ -328,6 +328,34 @@ TEST(Deterministic, GivesUnusedParametersNoGradient) {
         EXPECT_TRUE(unused.detach().eq(1).all().item<bool>());
         EXPECT_FALSE(used.detach().eq(1).any().item<bool>());
         if (step == 0) engine.zero_grad();
+      }
+    });
+  }
+}
+
+// Its shares are summed by then: one more would be nobody's. The step goes on, and so does training.
+TEST(DeterministicStep, TakesNoBackwardBetweenItsBeginningAndItsEnd) {
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor weight = at::zeros({3}).requires_grad_();
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, UserOptimizer{},
+                    {.strategy = strategy, .deterministic = true, .virtual_ranks = 2});
+      for (int step = 1; step <= 2; ++step) {
+        weight.sum().backward();
+        engine.begin_step();
+        const auto refused = testing::ThrowsMessage<Error>(
+            testing::AllOf(testing::HasSubstr("a backward between begin_step() and end_step() in deterministic mode"),
+                           testing::HasSubstr("after end_step()"), testing::Not(testing::HasSubstr("defect"))));
+        EXPECT_THAT([&] { weight.sum().backward(); }, refused);
+        EXPECT_THAT([&] { engine.backward(weight.sum()); }, refused);
+        EXPECT_THAT([&] { const auto pass = engine.pass(); }, refused);
+        EXPECT_THAT([&] { engine.deliver(weight, at::ones({3})); }, refused);
+        for (Piece& piece : engine.pieces()) {
+          if (piece.gradient.defined() && piece.weight.numel() > 0) piece.weight.sub_(piece.gradient);
+        }
+        engine.end_step();
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(weight).equal(at::full({3}, -step))) << engine.full_parameter(weight);
       }
     });
   }

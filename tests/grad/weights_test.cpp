@@ -1,7 +1,7 @@
 // Losses that are sums: step() divides by everything that was summed, over backwards and ranks, as one process would.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include "libtorch.h"
 
 #include <limits>
 
@@ -89,6 +89,109 @@ TEST_P(WeightsIn, OfBackwardsWithoutAnyGradientCount) {
     engine.step();
     EXPECT_TRUE(torch::allclose(engine.full_parameter(model->bias), before - 1.0));
   });
+}
+
+// All tokens of all ranks' micro-batches from `first` on, in one process.
+torch::nn::Linear one_process_from(int first) {
+  auto twin = make_model();
+  std::vector<at::Tensor> all;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (int micro = first; micro < 3; ++micro) all.push_back(batch(rank, micro));
+  }
+  const at::Tensor x = at::cat(all);
+  (twin(x).square().sum() / x.size(0)).backward();
+  torch::optim::SGD(twin->parameters(), 0.1).step();
+  return twin;
+}
+
+// Alone in the step, or beside another backward.
+TEST_P(WeightsIn, OfSeveralBackwardsInOnePassAddUp) {
+  for (const bool deterministic : {false, true}) {
+    for (const int inside : {2, 3}) {
+      run_local(2, [&](World world) {
+        auto model = make_model();
+        Engine engine(world, *model, SGD{.lr = 0.1},
+                      {.strategy = GetParam(),
+                       .bucket_bytes = 64,
+                       .first_bucket_bytes = 64,
+                       .deterministic = deterministic,
+                       .virtual_ranks = inside == 3 ? 2 : 4});
+        const auto run = [&](int micro) {
+          const at::Tensor x = batch(world.rank(), micro);
+          const auto weight = static_cast<double>(x.size(0));
+          engine.backward(x.numel() > 0 ? model(x).square().sum() : at::Tensor(), false, weight);
+        };
+        if (inside == 2) run(0);
+        {
+          const auto pass = engine.pass();
+          for (int micro = 3 - inside; micro < 3; ++micro) run(micro);
+        }
+        engine.step();
+        auto twin = one_process_from(0);
+        EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), twin->weight, 1e-12, 1e-12)) << inside;
+        EXPECT_TRUE(torch::allclose(engine.full_parameter(model->bias), twin->bias, 1e-12, 1e-12)) << inside;
+      });
+    }
+  }
+}
+
+// Whichever of its backwards failed: all of them are run again.
+TEST_P(WeightsIn, OfAPassThatFailedCountNothing) {
+  for (int which = 0; which < 2; ++which) {
+    run_local(2, [&](World world) {
+      auto model = make_model();
+      Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = GetParam()});
+      const auto run = [&](bool fails) {
+        const auto pass = engine.pass();
+        for (int i = 0; i < 2; ++i) {
+          const at::Tensor y = model(batch(world.rank(), 1 + i));
+          if (fails && i == which) {
+            y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+          }
+          try {
+            engine.backward(y.square().sum(), false, static_cast<double>(y.size(0)));
+          } catch (const std::exception&) {
+            EXPECT_TRUE(fails && i == which);
+          }
+        }
+      };
+      EXPECT_ANY_THROW(run(world.rank() == 1));
+      engine.zero_grad();
+      run(false);
+      engine.step();
+      EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), one_process_from(1)->weight, 1e-12, 1e-12))
+          << which;
+    });
+  }
+}
+
+// Every rank hears of it, and may run the pass again with weights alone.
+TEST_P(WeightsIn, OfAPassBelongToAllOfItsBackwards) {
+  for (const bool weighted_first : {false, true}) {
+    run_local(2, [&](World world) {
+      auto model = make_model();
+      Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = GetParam()});
+      const auto run = [&](bool mixes) {
+        const auto pass = engine.pass();
+        for (int i = 0; i < 2; ++i) {
+          const at::Tensor x = batch(world.rank(), 1 + i);
+          const at::Tensor loss = model(x).square().sum();
+          if (mixes && weighted_first == (i == 1)) {
+            loss.backward();
+          } else {
+            engine.backward(loss, false, static_cast<double>(x.size(0)));
+          }
+        }
+      };
+      EXPECT_THAT([&] { run(world.rank() == 1); },
+                  ThrowsMessage<std::exception>(
+                      HasSubstr(world.rank() == 1 ? "give every backward of the pass a weight" : "failed on rank 1")));
+      engine.zero_grad();
+      run(false);
+      engine.step();
+      EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), one_process_from(1)->weight, 1e-12, 1e-12));
+    });
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(InEveryStrategy, WeightsIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
