@@ -18,12 +18,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/process.h"
 #include "plumb/error.h"
 #include "watch/report.h"
 #include "watch/road.h"
+#include "world/environment.h"
 
 namespace plumb::cli {
 
@@ -43,18 +45,36 @@ struct Rank {
   Clock::time_point stopped_at{};
 };
 
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+// A port of this machine where the ranks meet, bound until rank 0 serves it.
+class Meeting {
+ public:
+  Meeting();
+  ~Meeting() { leave(); }
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+  int fd() const { return fd_; }
+  int port() const { return port_; }
+  // To rank 0 alone: nobody is to be let in once that has ended.
+  void leave() {
+    if (fd_ >= 0) close(std::exchange(fd_, -1));
+  }
+
+ private:
+  int fd_ = -1;
+  int port_ = 0;
+};
+
+Meeting::Meeting() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t length = sizeof(address);
-  const bool ok = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  const bool ok = fd_ >= 0 && bind(fd_, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                  getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0;
   const int error = errno;
-  if (fd >= 0) close(fd);
+  if (!ok) leave();
   if (!ok) throw Error(std::string("no free port on this machine: ") + std::strerror(error));
-  return ntohs(address.sin_port);
+  port_ = ntohs(address.sin_port);
 }
 
 // In the child, until exec: only calls that are safe after fork. Until the rank listens itself, a signal ends it: one that
@@ -68,7 +88,7 @@ int free_port() {
   _exit(127);
 }
 
-Rank start(int64_t rank, int64_t ranks, int port, int board, char** argv) {
+Rank start(int64_t rank, int64_t ranks, const Meeting& meeting, int board, char** argv) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
   std::vector<std::string> set = {"RANK=" + std::to_string(rank),
@@ -76,8 +96,9 @@ Rank start(int64_t rank, int64_t ranks, int port, int board, char** argv) {
                                   "LOCAL_RANK=" + std::to_string(rank),
                                   "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
                                   "MASTER_ADDR=127.0.0.1",
-                                  "MASTER_PORT=" + std::to_string(port),
-                                  "PLUMB_JOB=" + std::to_string(getpid()) + "-" + std::to_string(port),
+                                  "MASTER_PORT=" + std::to_string(meeting.port()),
+                                  std::string(kStoreFd) + "=" + std::to_string(meeting.fd()),
+                                  "PLUMB_JOB=" + std::to_string(getpid()) + "-" + std::to_string(meeting.port()),
                                   std::string(kBoardFd) + "=" + std::to_string(board),
                                   std::string(kErrorFd) + "=" + std::to_string(ends[1])};
   std::vector<char*> environment;
@@ -99,6 +120,7 @@ Rank start(int64_t rank, int64_t ranks, int port, int board, char** argv) {
   if (pid == 0) {
     fcntl(ends[1], F_SETFD, 0);
     fcntl(board, F_SETFD, 0);
+    if (rank == 0) fcntl(meeting.fd(), F_SETFD, 0);
     become_rank(parent, before, argv, environment.data());
   }
   const int error = errno;
@@ -232,7 +254,7 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
   action.sa_flags = SA_RESTART;
   for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaction(signal, &action, nullptr);
 
-  const int port = free_port();
+  Meeting meeting;
   const Board board(count);
   std::vector<Rank> ranks;
   std::vector<size_t> order;  // in which ranks reported an error or ended; a rank may stand here twice
@@ -242,7 +264,8 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
     }
   };
   try {
-    for (int64_t r = 0; r < count; ++r) ranks.push_back(start(r, count, port, board.fd(), argv));
+    for (int64_t r = 0; r < count; ++r) ranks.push_back(start(r, count, meeting, board.fd(), argv));
+    meeting.leave();
   } catch (...) {
     kill_all(SIGKILL);
     for (const Rank& rank : ranks) waitpid(rank.pid, nullptr, 0);

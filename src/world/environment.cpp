@@ -129,6 +129,8 @@ Place read_place(const Lookup& lookup) {
     if (host && host->empty()) throw Error("MASTER_ADDR is empty; set it to the address of rank 0's machine");
     if (host) place.host = *host;
     if (const auto port = lookup("MASTER_PORT")) place.port = number("MASTER_PORT", *port, 1, 65535);
+    if (const auto bound = lookup(kStoreFd); bound && place.rank == 0)
+      place.bound = number(kStoreFd, *bound, 0, 1 << 20);
     const auto local_rank = lookup(launcher.local_rank);
     if (local_rank) {
       place.local_rank = number(launcher.local_rank, *local_rank, 0, 1 << 20);

@@ -18,6 +18,8 @@ struct Place {
   bool store_is_hosted = false;              // the launcher serves the store; every rank is a client
   std::string attempt = "0";                 // of this world: a restarted one must not read the last one's keys
   std::string size_variable = "WORLD_SIZE";  // where the size stood
+  int bound =
+      -1;  // a socket that the launcher has bound to the port for rank 0, so that nobody takes it meanwhile; or -1
   std::string job{};  // what the launcher calls the job, the same on all its ranks; empty where it has no name for it
 };
 
@@ -29,6 +31,9 @@ Place read_place();  // from this process's environment
 
 // Of a process that brings a store, and its rank and size with it: of the variables only LOCAL_RANK and MASTER_ADDR count.
 Place place_at(int rank, int size, const Lookup& lookup);
+
+// Where a launcher of ours says so, for the first world of rank 0's process.
+inline constexpr const char* kStoreFd = "PLUMB_STORE_FD";
 
 std::optional<std::string> environment(const std::string& name);  // a Lookup: this process's
 

@@ -1,7 +1,9 @@
 // Claims in a store: the first of each kind stands, and whoever contradicts it tells everybody.
 #include "world/rendezvous.h"
 
+#include <fcntl.h>
 #include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -93,6 +95,18 @@ bool listens(const std::string& host, int port) {
   return accepted;
 }
 
+// Whether it is a socket that is bound to the port and serves nobody yet: a process that joins again has given it away, and one
+// that others have started may have the name of something else.
+bool still_bound(int fd, int port) {
+  sockaddr_in address{};
+  socklen_t length = sizeof address;
+  int listening = 0;
+  socklen_t size = sizeof listening;
+  return fd >= 0 && getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+         address.sin_family == AF_INET && ntohs(address.sin_port) == port &&
+         getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) == 0 && listening == 0;
+}
+
 enum class Part { server, client };
 
 struct Attempt {
@@ -111,6 +125,10 @@ Attempt open_store(const Place& place, Part part, milliseconds limit) {
   options.waitWorkers = false;
   options.timeout = limit;
   options.multiTenant = true;  // a process may join again
+  if (part == Part::server && still_bound(place.bound, place.port)) {
+    fcntl(place.bound, F_SETFD, FD_CLOEXEC);  // no program that this rank starts shall keep it open
+    options.masterListenFd = place.bound;
+  }
   const auto open = [host = place.host, options]() -> c10::intrusive_ptr<c10d::Store> {
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   };

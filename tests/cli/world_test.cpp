@@ -7,6 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <iterator>
 
 #include "cli/support/program.h"
 #include "slowness.h"
@@ -161,6 +164,36 @@ TEST(World, LeavesNoRankBehindWhenItIsKilledItself) {
   EXPECT_EQ(ranks.size(), 2u);
   program.signal(SIGKILL);
   EXPECT_EQ(program.wait().code, 128 + SIGKILL);  // returns once every rank has closed its pipes
+}
+
+std::string file_of(pid_t process, const std::string& name) {
+  std::ifstream in("/proc/" + std::to_string(process) + "/" + name);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+// A restart among other programs must not fail because one of them was given the port a moment before.
+TEST(World, HoldsThePortOfItsRanksUntilTheyMeetThere) {
+  Program program(tiny({"--json", "--ranks", "2"}), {{"PLUMB_FAULT", "rank=0,point=join:1,kind=stop"}});
+  const auto stopped = [&] {
+    const auto ranks = program.children();
+    return ranks.size() == 2 && file_of(ranks[0], "stat").find(") T ") != std::string::npos;
+  };
+  for (int i = 0; i < 60'000 && !stopped(); ++i) usleep(1'000);
+  ASSERT_TRUE(stopped());
+  const std::string environment = file_of(program.children()[0], "environ");
+  const size_t at = environment.find("MASTER_PORT=");
+  ASSERT_NE(at, std::string::npos);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(environment.substr(at + std::strlen("MASTER_PORT=")))));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  EXPECT_NE(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  close(fd);
+  kill(program.children()[0], SIGCONT);
+  const Result result = program.wait();
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.last()["ranks"], 2);
 }
 
 TEST(World, SaysWhenNobodyAnswersAtTheMastersAddress) {

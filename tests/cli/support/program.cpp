@@ -67,9 +67,9 @@ Program::Program(const Words& words, const Environment& extra, const std::string
     const std::string text = *entry;
     environment[text.substr(0, text.find('='))] = text.substr(text.find('=') + 1);
   }
-  for (const char* name :
-       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "PLUMB_ERROR_FD"}) {
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                           "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID",
+                           "SLURM_NTASKS", "PLUMB_ERROR_FD", "PLUMB_STORE_FD"}) {
     environment.erase(name);
   }
   for (const auto& [name, value] : extra) environment[name] = value;
