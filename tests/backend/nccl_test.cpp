@@ -1,7 +1,7 @@
 // NCCL, where there is a device: one rank is enough to see that every verb of a group goes through.
 #include <gtest/gtest.h>
-#include "libtorch.h"
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include "libtorch.h"
 
 #include "backend/nccl.h"
 #include "world/world_impl.h"

@@ -1,8 +1,8 @@
 // The user's communication hook in the place of the all-reduce; and ranks that sit passes out.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include "libtorch.h"
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include "libtorch.h"
 
 #include <numeric>
 

@@ -21,7 +21,6 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-
 using Question = std::function<at::Tensor(const at::Tensor& gradient)>;
 
 const std::vector<std::pair<std::string, Question>> kQuestions = {
