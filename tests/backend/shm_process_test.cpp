@@ -79,10 +79,10 @@ TEST(ShmProcesses, AreTheChoiceOnOneMachine) {
 }
 
 TEST(ShmProcesses, TakeGlooWhenAnyOfThemAsksForIt) {
-  const std::string port = std::to_string(free_port());
+  const Port port;
   std::vector<Process> ranks;
   for (int r = 0; r < 2; ++r) {
-    Variables variables{{"RANK", std::to_string(r)}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", port}};
+    Variables variables = at_port(port, r, 2);
     if (r == 1) variables["PLUMB_TEST_BACKEND"] = "gloo";
     ranks.emplace_back("verbs", variables);
   }
@@ -93,13 +93,12 @@ TEST(ShmProcesses, TakeGlooWhenAnyOfThemAsksForIt) {
 }
 
 TEST(ShmProcesses, ThatAskForDifferentBackendsAreToldBoth) {
-  const std::string port = std::to_string(free_port());
+  const Port port;
   std::vector<Process> ranks;
   for (int r = 0; r < 2; ++r) {
-    ranks.emplace_back("verbs", Variables{{"RANK", std::to_string(r)},
-                                          {"WORLD_SIZE", "2"},
-                                          {"MASTER_PORT", port},
-                                          {"PLUMB_TEST_BACKEND", r == 0 ? "shm" : "gloo"}});
+    Variables variables = at_port(port, r, 2);
+    variables["PLUMB_TEST_BACKEND"] = r == 0 ? "shm" : "gloo";
+    ranks.emplace_back("verbs", variables);
   }
   for (auto& rank : ranks) {
     EXPECT_EQ(rank.join(), 3) << rank.output();
@@ -114,10 +113,10 @@ TEST(ShmProcesses, FallBackToTcpTogetherWhenOneCannotShare) {
     GTEST_SKIP() << "this machine does not allow `unshare --pid`";
   }
   for (const std::string asked : {"", "shm"}) {
-    const std::string port = std::to_string(free_port());
+    const Port port;
     std::vector<Process> ranks;
     for (int r = 0; r < 3; ++r) {
-      Variables variables{{"RANK", std::to_string(r)}, {"WORLD_SIZE", "3"}, {"MASTER_PORT", port}};
+      Variables variables = at_port(port, r, 3);
       variables["PLUMB_TEST_BACKEND"] = asked;
       ranks.emplace_back("verbs", variables,
                          r == 1 ? std::vector<std::string>{"unshare", "--pid", "--fork"} : std::vector<std::string>{});

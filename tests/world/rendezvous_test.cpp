@@ -23,7 +23,7 @@ struct Told {
 };
 
 std::vector<Process> start(const std::string& role, const std::vector<Told>& all, const Variables& common) {
-  const std::string port = std::to_string(free_port());
+  const std::string port = std::to_string(free_port());  // any of them may be rank 0
   std::vector<Process> processes;
   for (const Told& one : all) {
     Variables variables{{"RANK", std::to_string(one.rank)},
@@ -218,33 +218,18 @@ TEST(Rendezvous, RanksThatDoNotComeAreNamed) {
   EXPECT_THAT(rank.output(), HasSubstr("did not hear of rank 1, rank 2"));
 }
 
-// A socket that is bound to a free port of this machine, for whoever inherits it.
-struct Bound {
-  Bound() {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof address;
-    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-    EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-    port = std::to_string(ntohs(address.sin_port));
-  }
-  ~Bound() { close(fd); }
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  std::string port;
-};
-
 // It stays open here meanwhile, so that no other way of serving the port would work.
 TEST(Rendezvous, RankZeroServesThePortThatItsLauncherHasBound) {
-  const Bound bound;
-  auto ranks = start_ranks("join", 2, {{"MASTER_PORT", bound.port}, {"PLUMB_STORE_FD", std::to_string(bound.fd)}});
+  const Port port;
+  std::vector<Process> ranks;
+  for (int rank = 0; rank < 2; ++rank) ranks.emplace_back("join", at_port(port, rank, 2));
   for (Process& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
 }
 
 // Left over from another launcher's rank: closed, of another port, or no socket at all.
 TEST(Rendezvous, ADescriptorThatIsNotBoundToThePortIsLeftAlone) {
-  const Bound other;
-  for (const int fd : {other.fd, 1, 777}) {
+  const Port other;
+  for (const int fd : {other.fd(), 1, 777}) {
     auto ranks = start_ranks("join", 2, {{"PLUMB_STORE_FD", std::to_string(fd)}});
     for (Process& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
   }

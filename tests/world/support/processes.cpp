@@ -53,10 +53,12 @@ Process::Process(const std::string& role, const Variables& variables, const std:
   words.push_back(program);
   auto argv = pointers(words);
   auto envp = pointers(environment);
+  const auto inherited = variables.find("PLUMB_STORE_FD");
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) std::abort();
   pid_ = fork();
   if (pid_ == 0) {
+    if (inherited != variables.end()) fcntl(std::stoi(inherited->second), F_SETFD, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     dup2(ends[1], 1);
     dup2(ends[1], 2);
@@ -114,15 +116,21 @@ int Process::join(std::chrono::seconds limit) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
+Variables at_port(const Port& port, int rank, int size) {
+  Variables mine{{"RANK", std::to_string(rank)},
+                 {"WORLD_SIZE", std::to_string(size)},
+                 {"LOCAL_RANK", std::to_string(rank)},
+                 {"MASTER_ADDR", "127.0.0.1"},
+                 {"MASTER_PORT", port.number()}};
+  if (rank == 0) mine["PLUMB_STORE_FD"] = std::to_string(port.fd());
+  return mine;
+}
+
 std::vector<Process> start_ranks(const std::string& role, int size, const Variables& variables) {
   std::vector<Process> ranks;
-  const std::string port = std::to_string(free_port());
+  const Port port;
   for (int rank = 0; rank < size; ++rank) {
-    Variables mine{{"RANK", std::to_string(rank)},
-                   {"WORLD_SIZE", std::to_string(size)},
-                   {"LOCAL_RANK", std::to_string(rank)},
-                   {"MASTER_ADDR", "127.0.0.1"},
-                   {"MASTER_PORT", port}};
+    Variables mine = at_port(port, rank, size);
     for (const auto& [name, value] : variables) mine[name] = value;
     ranks.emplace_back(role, mine);
   }

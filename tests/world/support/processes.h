@@ -45,6 +45,9 @@ class Process {
   std::string output_;
 };
 
+// Who a process is that meets the others at a port of this machine.
+Variables at_port(const Port& port, int rank, int size);
+
 // `size` processes in one role, with RANK, WORLD_SIZE and a rendezvous on this machine.
 std::vector<Process> start_ranks(const std::string& role, int size, const Variables& variables = {});
 
