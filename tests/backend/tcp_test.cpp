@@ -257,6 +257,9 @@ bool ends(pid_t child) {
 // What a process inherits by a fork is its parent's: letting go of it waits for nobody, whoever of the parent's threads was
 // moving it at that moment, and the parent goes on.
 TEST(Tcp, AForkedChildLetsGoAtOnceAndItsParentGoesOn) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer ends a forked child that lets go of its parent's thread";
+#endif
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::latch forked(2);
   expect_all_well(on_threads(2, [&](int rank) {
@@ -327,6 +330,9 @@ TEST(Tcp, AProcessWithoutRoomForItsSocketsIsToldAtOnce) {
 // A process that is forked has none of its parent's threads: what it inherited ends without waiting for them, and the parent
 // goes on.
 TEST(Tcp, AForkedProcessLeavesWhatItInheritedToItsParent) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer ends a forked child that lets go of its parent's thread";
+#endif
   expect_all_well(on_tcp(2, [](int rank, const BackendPtr& given) {
     BackendPtr backend = given;
     all_reduce(backend, at::ones({10}))->wait(seconds(60));
