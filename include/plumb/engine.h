@@ -80,6 +80,10 @@ struct Options {
   // Sharded parameters, where ranks cannot read each other's memory: units that are used next are gathered before their
   // use, and kept after it, as many bytes of whole parameters as this; one unit at least.
   int64_t gather_ahead_bytes = 16 << 20;
+  // There, ranks may use different units: they ask each other before each gather, in messages of log₂ N rounds, and gather
+  // whatever somebody needs. Off: they do not ask, and ranks that use different units end in an Error that names them. (On
+  // GPUs, and over backends that were adopted, they ask anyway.)
+  bool ask_before_gathers = false;
   // Gradients are summed as one binary tree over `virtual_ranks` shares of the global batch, one backward each, so that
   // a run gives the same bits on every number of ranks and in every strategy. Each step takes virtual_ranks / ranks
   // backwards on every rank, of each share's mean loss times engine.share_weight().

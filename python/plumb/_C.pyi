@@ -167,6 +167,7 @@ class Options:
     hold_unsharded: bool
     cut: Cut
     gather_ahead_bytes: int
+    ask_before_gathers: bool
     deterministic: bool
     virtual_ranks: int
     ledger: bool

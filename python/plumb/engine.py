@@ -53,6 +53,7 @@ class Engine:
         schedule: of the learning rate (Plumb's optimizers).
         gather_ahead_bytes: where sharded parameters travel, units that are used next are gathered before their use, and kept
             after it, as many bytes of whole parameters as this.
+        ask_before_gathers: where sharded parameters travel, ranks may use different units, for a message before each gather.
         deterministic: the same bits on every number of ranks and in every strategy.
 
     >>> import plumb, torch
@@ -85,6 +86,7 @@ class Engine:
         groups: Sequence[Group] = (),
         hold_unsharded: bool = False,
         gather_ahead_bytes: int | None = None,
+        ask_before_gathers: bool = False,
         deterministic: bool = False,
         virtual_ranks: int | None = None,
         ledger: bool = True,
@@ -134,6 +136,7 @@ class Engine:
             options.hold_unsharded = hold_unsharded
             if gather_ahead_bytes is not None:
                 options.gather_ahead_bytes = gather_ahead_bytes
+            options.ask_before_gathers = ask_before_gathers
             options.deterministic = deterministic
             if virtual_ranks is not None:
                 options.virtual_ranks = virtual_ranks

@@ -231,6 +231,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("hold_unsharded", &Options::hold_unsharded)
       .def_readwrite("cut", &Options::cut)
       .def_readwrite("gather_ahead_bytes", &Options::gather_ahead_bytes)
+      .def_readwrite("ask_before_gathers", &Options::ask_before_gathers)
       .def_readwrite("deterministic", &Options::deterministic)
       .def_readwrite("virtual_ranks", &Options::virtual_ranks)
       .def_readwrite("ledger", &Options::ledger);

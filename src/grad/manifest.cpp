@@ -83,6 +83,7 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
   say(lines, "nonfinite", static_cast<int>(options.nonfinite));
   say(lines, "hold_unsharded", options.hold_unsharded);
   say(lines, "gather_ahead_bytes", options.gather_ahead_bytes);
+  say(lines, "ask_before_gathers", options.ask_before_gathers);
   say(lines, "deterministic", options.deterministic);
   say(lines, "virtual_ranks", options.virtual_ranks);
   lines.push_back(std::string("loss_scale is ") + (options.loss_scale ? "on" : "unset"));

@@ -275,7 +275,8 @@ void Gathers::explain(const Where& where) {
               told(all[rank][i]) + ", as gather " + std::to_string(i + 1) +
               " of this pass; nothing of it was used "
               "to update a parameter. Ranks that cannot read each other's memory gather what every rank uses, in "
-              "the same order: use the same units on every rank, or ranks of one machine (backend shm)");
+              "the same order: use the same units on every rank, or let ranks ask before they gather "
+              "(Options::ask_before_gathers)");
     }
   }
   throw Error(

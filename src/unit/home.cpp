@@ -34,7 +34,7 @@ Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.worl
   bucket.parameter = shards.mine;
   peers = std::move(shards.everybody);
   const at::Tensor rows = deferred::take_rows(bucket.sinks[0]->parameter);
-  named = whole.is_cpu() && reducer.team().shard_control().names_gathers();
+  named = !reducer.options().ask_before_gathers && whole.is_cpu() && reducer.team().shard_control().names_gathers();
   if (peers.empty() && !named) reducer.gathers();
   for (Sink* sink : bucket.sinks) {
     const at::Tensor place = view_in(whole, sink->slot.offset, *sink);

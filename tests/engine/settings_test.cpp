@@ -93,6 +93,8 @@ TEST(Settings, OfOptionsAreCompared) {
   names(with([](Options& o) { o.nonfinite = NonFinite::skip; }), "nonfinite is 1", "nonfinite is 0");
   names(with([](Options& o) { o.gather_ahead_bytes = 0; }), "gather_ahead_bytes is 0",
         "gather_ahead_bytes is 16777216");
+  names(with([](Options& o) { o.ask_before_gathers = true; }), "ask_before_gathers is true",
+        "ask_before_gathers is false");
   names(with([](Options& o) { o.virtual_ranks = 3; }), "virtual_ranks is 3", "virtual_ranks is 8");
   names(with([](Options& o) { o.deterministic = true, o.virtual_ranks = 3; }), "deterministic is true",
         "deterministic is false");

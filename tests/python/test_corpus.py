@@ -13,7 +13,7 @@ from programs import ROWS, UNITS, freeze, plain, unfreeze_after_wrapping
 from stage import STEP, Net, Play, compare, make
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
-PLACES = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
+PLACES = [(2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo"), (2, "tcp")]
 PATTERNS = {**ROWS, **UNITS}
 
 
@@ -73,12 +73,16 @@ def bf16_accumulation(strategy: str, world: plumb.World) -> float:
 def everything(strategy: str, backend: str) -> dict[str, float | str]:
     world = plumb.World.join(backend=backend, timeout=30)
     outcome: dict[str, float | str] = {}
+    # As on two machines: ranks that use different units ask each other. One unit may be gathered ahead, and what fills up its parts.
+    unit = sum(parameter.nbytes for parameter in make(torch.float64).blocks[0].parameters())
+    travels: dict[str, Any] = {"ask_before_gathers": True, "kept": 2 * unit - 1} if backend == "tcp" else {}
     cases: dict[str, Any] = {
-        name: functools.partial(compare, program, strategy=strategy, world=world) for name, program in PATTERNS.items()
+        name: functools.partial(compare, program, strategy=strategy, world=world, **travels)
+        for name, program in PATTERNS.items()
     }
-    cases["tied weights"] = lambda: compare(plain, strategy=strategy, world=world, tied=True)
+    cases["tied weights"] = lambda: compare(plain, strategy=strategy, world=world, tied=True, **travels)
     cases["unfreeze after wrapping"] = lambda: compare(
-        unfreeze_after_wrapping, strategy=strategy, world=world, prepare=freeze
+        unfreeze_after_wrapping, strategy=strategy, world=world, prepare=freeze, **travels
     )
     cases["64 bf16 micro-batches, f32 accumulation"] = lambda: bf16_accumulation(strategy, world)
     cases["f32 gradient of a bf16 parameter"] = lambda: f32_of_bf16(strategy, world)
@@ -95,7 +99,8 @@ def everything(strategy: str, backend: str) -> dict[str, float | str]:
 
 @functools.cache
 def outcome(strategy: str, ranks: int, backend: str) -> list[dict[str, float | str]]:
-    return plumb.spawn(everything, ranks, (strategy, backend), timeout=200)
+    alone = {"PLUMB_SHM": "0"} if backend == "tcp" else {}
+    return plumb.spawn(everything, ranks, (strategy, backend), timeout=200, env=alone)
 
 
 LIMITS = {"64 bf16 micro-batches, f32 accumulation": 1e-6, "f32 gradient of a bf16 parameter": 1e-7}

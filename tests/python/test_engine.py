@@ -208,10 +208,10 @@ def test_delivered_gradients_count_as_a_backward() -> None:
     plumb.spawn(delivers, 2)
 
 
-def runs_out_of_batches(strategy: str) -> float:
+def runs_out_of_batches(strategy: str, asks: bool = False) -> float:
     """Rank 1 has one batch less."""
     model, twin = make(), make()
-    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block])
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], ask_before_gathers=asks)
     play = Play(model, engine.world.rank, 2, 1.0)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for step in range(2):
@@ -229,6 +229,16 @@ def runs_out_of_batches(strategy: str) -> float:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_without_a_batch_takes_part_with_nothing(strategy: str) -> None:
     assert max(plumb.spawn(runs_out_of_batches, 2, (strategy,))) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_so_it_does_where_ranks_share_no_memory(strategy: str) -> None:
+    assert max(plumb.spawn(runs_out_of_batches, 2, (strategy, True), env={"PLUMB_SHM": "0"})) < 1e-10
+
+
+def test_where_ranks_do_not_ask_that_ends_in_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(plumb.Error, match="ask_before_gathers"):
+        plumb.spawn(runs_out_of_batches, 2, ("zero3", False), env={"PLUMB_SHM": "0"})
 
 
 # ---- reading gradients

@@ -105,6 +105,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"hold_unsharded": True}, {"hold_unsharded": True}),
     ({"gather_ahead_bytes": 79}, {"gather_ahead_bytes": 79}),
     ({"gather_ahead_bytes": 0}, {"gather_ahead_bytes": 0}),
+    ({"ask_before_gathers": True}, {"ask_before_gathers": True}),
     ({"deterministic": True}, {"deterministic": True}),
     ({"virtual_ranks": 3}, {"virtual_ranks": 3}),
     ({"ledger": False}, {"ledger": False}),
