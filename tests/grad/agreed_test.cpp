@@ -15,6 +15,7 @@ namespace {
 
 using test::errors;
 using testing::AllOf;
+using testing::Contains;
 using testing::Each;
 using testing::HasSubstr;
 
@@ -205,6 +206,26 @@ TEST(BrokenEngines, SayWhatEndedThem) {
       }
     });
     EXPECT_THAT(texts, Each("none")) << strategy;
+  }
+}
+
+// Each waits in its own engine's pass for the other one: data that does not come, which the time-out ends.
+TEST(Engines, CalledInAnotherOrderOnAnotherRankAreToldSo) {
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    const auto texts = test::errors(
+        2,
+        [&](World world) {
+          at::Tensor a = leaf({3}), b = leaf({5});
+          Engine first(world, NamedTensors{{"a", a}}, {}, SGD{}, {.strategy = strategy});
+          Engine second(world, NamedTensors{{"b", b}}, {}, SGD{}, {.strategy = strategy});
+          (world.rank() == 0 ? a : b).sum().backward();
+          (world.rank() == 0 ? b : a).sum().backward();
+        },
+        std::chrono::seconds(2 * patience));
+    EXPECT_THAT(texts, Each(HasSubstr("rank 1"))) << strategy;
+    EXPECT_THAT(texts, Contains(HasSubstr("either to different engines (run their backwards and steps in one order on "
+                                          "every rank)")))
+        << strategy;
   }
 }
 

@@ -305,28 +305,31 @@ TEST(Assigned, WeightsOfBackwardsBelongToTheirStepAlone) {
 
 // libtorch hands the sixtieth to a thread of its own.
 TEST(Assigned, BackwardsNestedDeeperThanAThreadTakesAreOnePass) {
-  run_local(2, [](World world) {
-    at::Tensor a = leaf({3});
-    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1});
-    std::function<void(int)> nest = [&](int depth) {
-      at::Tensor x = at::ones({3}).requires_grad_();
-      at::Tensor y = x * 2;
-      if (depth > 0) {
-        y.register_hook([&, depth](const at::Tensor&) {
-          const at::AutoGradMode on(true);
-          nest(depth - 1);
-        });
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({3});
+      Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      std::function<void(int)> nest = [&](int depth) {
+        at::Tensor x = at::ones({3}).requires_grad_();
+        at::Tensor y = x * 2;
+        if (depth > 0) {
+          y.register_hook([&, depth](const at::Tensor&) {
+            const at::AutoGradMode on(true);
+            nest(depth - 1);
+          });
+        }
+        (y * a).sum().backward();
+      };
+      for (int step = 1; step <= 2; ++step) {
+        nest(90);
+        EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 1) << strategy;
+        engine.step();
+        engine.zero_grad();
+        const at::Tensor whole = engine.full_parameter(a);
+        EXPECT_TRUE(whole.detach().eq(-2.0 * 91 * step).all().item<bool>()) << strategy << whole;
       }
-      (y * a).sum().backward();
-    };
-    for (int step = 1; step <= 2; ++step) {
-      nest(90);
-      EXPECT_EQ(engine.impl().reducer->here(Where::Kind::backward).pass, 1);
-      engine.step();
-      engine.zero_grad();
-      EXPECT_TRUE(a.detach().eq(-2.0 * 91 * step).all().item<bool>()) << a;
-    }
-  });
+    });
+  }
 }
 
 }  // namespace

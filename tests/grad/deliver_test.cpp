@@ -147,7 +147,9 @@ TEST_P(Deliver, TakesABf16RawGradientUnderTheRuleNone) {
     Engine engine(world, model, NoOptimizer{}, {.strategy = GetParam()});
     engine.deliver(b, torch::full({33}, 3.0, at::kBFloat16));
     engine.end_pass();
-    EXPECT_TRUE(engine.full_gradient(b).to(at::kFloat).eq(3).all().item<bool>());
+    const at::Tensor whole = engine.full_gradient(b);
+    EXPECT_EQ(whole.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(whole.to(at::kFloat).eq(3).all().item<bool>());
   });
 }
 
