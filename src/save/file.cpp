@@ -107,9 +107,26 @@ void OldFile::read(uint64_t offset, void* data, size_t bytes) const {
 }
 
 void make_folder(const std::string& path) {
+  fs::path whole;
+  for (const fs::path& part : fs::path(path)) {
+    whole /= part;
+    if (part.empty() || is_folder(whole.string())) continue;
+    if (!make_plain_folder(whole.string())) continue;
+    try {
+      sync_folder(whole.has_parent_path() ? whole.parent_path().string() : ".");
+    } catch (...) {
+      rmdir(whole.c_str());  // who finds it later takes it for safe
+      throw;
+    }
+  }
+  if (!is_folder(path)) fail("make the folder", path, ENOTDIR);
+}
+
+bool make_plain_folder(const std::string& path) {
   std::error_code error;
-  fs::create_directories(path, error);
+  const bool made = fs::create_directory(path, error);
   if (error) fail("make the folder", path, error.value());  // also where there is something else of this name
+  return made;
 }
 
 void sync_folder(const std::string& path) {

@@ -200,6 +200,51 @@ TEST(Faults, NothingIsNamedOrRemovedBeforeItIsSafe) {
   EXPECT_EQ(calls::not_synced(), "");
 }
 
+// The first checkpoint lies in folders that nobody made before: their own names must outlast the machine, too.
+TEST(Faults, ANewFoldersNameIsOnTheDiskBeforeItsCheckpointGetsOne) {
+  Model model(3);
+  Engine engine(World(), model, AdamW{});
+  train(engine, model, 1);
+  bool completed = false;
+  for (int number = 0; !completed || number == 1; ++number) {  // 0: none fails
+    SCOPED_TRACE(c10::str("call ", number, " fails"));
+    const Scratch scratch;
+    const std::string above = std::filesystem::path(scratch.path("below")).parent_path().string();
+    const std::string root = scratch.path("new/newer/newest");
+    calls::watch(above, Fault::error, number, EIO);
+    completed = errors(1, [&](World) { engine.save(root); })[0] == "none";
+    calls::stop();
+    EXPECT_EQ(calls::unsafe(), "");
+    EXPECT_TRUE(number != 0 || completed);
+    if (completed) {
+      EXPECT_EQ(calls::not_synced(), "");
+    }
+    for (std::string made = root; made != above; made = std::filesystem::path(made).parent_path().string()) {
+      const std::string holder = std::filesystem::path(made).parent_path().string();
+      EXPECT_TRUE(!save::is_folder(made) ||
+                  ("\n" + calls::not_synced()).find("\n" + holder + "\n") == std::string::npos)
+          << made << " stays though its name is not on the disk";
+    }
+    EXPECT_NO_THROW(engine.save(root));
+    EXPECT_NO_THROW(save::Checkpoint(save::newest_of(root)));
+  }
+}
+
+TEST(Faults, AFolderIsMadeHoweverItsPathIsSpelled) {
+  const Scratch scratch;
+  for (const char* path : {"a/b/", "./c", "d/../e", "f//g/./h", "a/b/i"}) {
+    save::make_folder(scratch.path(path));
+    EXPECT_TRUE(save::is_folder(scratch.path(path))) << path;
+  }
+  const std::string before = std::filesystem::current_path().string();
+  std::filesystem::current_path(scratch.path("a"));
+  save::make_folder("here");
+  save::make_folder("below/here");
+  std::filesystem::current_path(before);
+  EXPECT_TRUE(save::is_folder(scratch.path("a/here")) && save::is_folder(scratch.path("a/below/here")));
+  EXPECT_THROW(save::make_folder(""), Error);
+}
+
 TEST(Faults, AVanishedFolderIsAnErrorAndTheNextSaveMakesItAgain) {
   SavedRun run;
   std::filesystem::remove_all(run.root);
