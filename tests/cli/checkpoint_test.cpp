@@ -76,6 +76,30 @@ TEST(Checkpoint, AKilledRankIsRestartedWithFewerRanks) {
   EXPECT_THAT(result.err, HasSubstr("restart 1 of 2, on 2 ranks"));
 }
 
+// Without the lost ones at once, on all of them at the next restart, whatever ended the smaller life.
+TEST(Checkpoint, ARankThatWasLostIsBackAtTheNextRestart) {
+  const Scratch scratch;
+  const std::string undisturbed = digest_of(run(steady({"--ranks", "2"})));
+  const Result result = run(steady({"--ranks", "4", "--strategy", "zero1", "--checkpoint", scratch.path("saved"),
+                                    "--save-every", "3", "--restarts", "5", "--min-ranks", "2"}),
+                            {{"PLUMB_FAULT",
+                              "rank=1,point=update:8,kind=kill;rank=0,point=update:5,kind=kill;rank=2,point=update:5,"
+                              "kind=kill;rank=1,point=update:5,kind=throw;rank=3,point=update:5,kind=throw"}});
+  EXPECT_EQ(digest_of(result), undisturbed);
+  EXPECT_EQ(result.last()["ranks"], 4);
+  EXPECT_THAT(result.err, ContainsRegex("rank 1 was ended by signal 9[^\n]*\nplumb: restart 1 of 5, on 2 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("rank 0 was ended by signal 9[^\n]*\nplumb: restart 2 of 5, on 4 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("rank 2 was ended by signal 9[^\n]*\nplumb: restart 3 of 5, on 2 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("an error at update:5[^\n]*\nplumb: restart 4 of 5, on 4 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("an error at update:5[^\n]*\nplumb: restart 5 of 5, on 4 ranks"));
+  // Where too few are left, there is no restart.
+  const Result ended =
+      run(steady({"--ranks", "2", "--checkpoint", scratch.path("other"), "--restarts", "1", "--min-ranks", "2"}),
+          {{"PLUMB_FAULT", "rank=1,point=update:8,kind=kill"}});
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_THAT(ended.err, HasSubstr("fewer than --min-ranks 2 ranks are left"));
+}
+
 TEST(Checkpoint, ARunThatWasStoppedGoesOn) {
   const Scratch scratch;
   const std::string folder = scratch.path("saved"), undisturbed = digest_of(run(steady({"--ranks", "1"})));
