@@ -117,6 +117,29 @@ TEST(Checkpoint, ARunThatWasStoppedGoesOn) {
   EXPECT_EQ(digest_of(fresh), undisturbed);
 }
 
+TEST(Checkpoint, ARunGoesOnFromThePathThatIsGiven) {
+  const Scratch scratch;
+  const std::string folder = scratch.path("saved"), undisturbed = digest_of(run(steady({"--ranks", "1"})));
+  const Result first = run(steady({"--ranks", "1", "--checkpoint", folder, "--save-every", "10", "--keep", "0"}));
+  EXPECT_EQ(digest_of(first), undisturbed);
+  std::string one;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().string().ends_with("-step-20")) one = entry.path().string();
+  }
+  // One checkpoint, not the newest; and a folder, whose newest one it is. The run's own folder is another, or none.
+  for (const Words& more : {Words{"--resume", one}, Words{"--resume", one, "--checkpoint", scratch.path("other")}}) {
+    Words words = {"--ranks", "2", "--strategy", "zero3"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Result result = run(steady(words));
+    EXPECT_EQ(digest_of(result), undisturbed);
+    EXPECT_EQ(result.last()["resumed_from_step"], 20);
+  }
+  EXPECT_EQ(saved_in(scratch.path("other")), 1u);
+  std::filesystem::remove_all(scratch.path("other"));
+  EXPECT_EQ(run(steady({"--ranks", "2", "--resume", folder})).last()["resumed_from_step"], 40);
+  EXPECT_EQ(run({"checkpoint", "verify", one}).code, 0);
+}
+
 TEST(Checkpoint, TrainingGoesOnWhereTheDiskDoesNot) {
   const Scratch scratch;
   const std::string folder = scratch.path("saved");
