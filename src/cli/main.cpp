@@ -127,29 +127,35 @@ void use_threads(const Settings& s, int64_t local_ranks) {
   at::set_num_threads(static_cast<int>(s.deterministic ? 1 : s.threads > 0 ? s.threads : cores));
 }
 
-// Starts the ranks, and again from the newest checkpoint as often as --restarts allows; without the ranks that were lost
-// where --min-ranks says so.
-int launch_again_and_again(const Settings& s, int64_t ranks, char** argv) {
+bool fits(const Settings& s, int64_t ranks) {
+  try {
+    check_world(s, ranks);
+    return true;
+  } catch (const UsageError&) {
+    return false;
+  }
+}
+
+// How many ranks come after a life of `ranks` that lost some; 0: too few are left. A process of this machine can be started
+// again: those that one restart does without are back at the next.
+int64_t ranks_of_next(const Settings& s, int64_t asked, int64_t ranks, int64_t lost) {
+  if (s.min_ranks == 0 || ranks < asked) return asked;
+  int64_t left = asked - lost;
+  while (left >= s.min_ranks && !fits(s, left)) --left;
+  return left >= s.min_ranks ? left : 0;
+}
+
+// Starts the ranks, and again from the newest checkpoint as often as --restarts allows.
+int launch_again_and_again(const Settings& s, int64_t asked, char** argv) {
+  int64_t ranks = asked;
   for (int64_t restart = 0;; ++restart) {
     int64_t lost = 0;
     const int code = launch(ranks, argv, world_options(s).timeout, &lost);
     if (code != 1 || restart == s.restarts) return code;
-    if (s.min_ranks > 0) {
-      const auto fits = [&](int64_t count) {
-        try {
-          check_world(s, count);
-          return true;
-        } catch (const UsageError&) {
-          return false;
-        }
-      };
-      ranks -= lost;
-      while (ranks >= s.min_ranks && !fits(ranks)) --ranks;
-      if (ranks < s.min_ranks) {
-        std::fprintf(stderr, "plumb: fewer than --min-ranks %lld ranks are left\n",
-                     static_cast<long long>(s.min_ranks));
-        return code;
-      }
+    ranks = ranks_of_next(s, asked, ranks, lost);
+    if (ranks == 0) {
+      std::fprintf(stderr, "plumb: fewer than --min-ranks %lld ranks are left\n", static_cast<long long>(s.min_ranks));
+      return code;
     }
     std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart) + 1,
                  static_cast<long long>(s.restarts), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks");

@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "cli/flags.h"
+#include "cli/held.h"
 #include "engine/impl.h"
 #include "engine/saving.h"
 #include "engine/slots.h"
@@ -79,12 +80,9 @@ void Recorder::begin(int64_t samples, const std::vector<model::Batch>& batches, 
   for (const model::Batch& batch : batches)
     kept.bytes += static_cast<int64_t>(batch.input.nbytes() + batch.target.nbytes());
   kept_.push_back(std::move(kept));
-  const auto bytes = [&] {
-    int64_t sum = 0;
-    for (const Kept& one : kept_) sum += one.bytes;
-    return sum;
-  };
-  while (kept_.size() > kSteps || (kept_.size() > 1 && bytes() > kBytes)) kept_.pop_front();
+  std::vector<int64_t> bytes;
+  for (const Kept& one : kept_) bytes.push_back(one.bytes);
+  for (size_t more = kept_.size() - steps_held(bytes); more > 0; --more) kept_.pop_front();
 }
 
 void Recorder::write(const std::string& error) noexcept {

@@ -21,14 +21,11 @@ class Recorder {
   Recorder(Engine& engine, const Settings& settings, int64_t vocabulary)
       : engine_(engine), settings_(settings), vocabulary_(vocabulary) {}
 
-  // A step begins. Holds the last kSteps, as far as they fit into kBytes; the last one always.
+  // A step begins.
   void begin(int64_t samples, const std::vector<model::Batch>& batches, std::vector<at::Tensor> generators);
   // The run fails: this rank's part goes to the folder, alone, since the others may be gone. Never throws; says on stderr
   // what it could not do.
   void write(const std::string& error) noexcept;
-
-  static constexpr size_t kSteps = 3;
-  static constexpr int64_t kBytes = 256 << 20;
 
  private:
   struct Kept {

@@ -2,6 +2,8 @@
 // between two of them.
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "engine/impl.h"
 #include "engine/not_finite.h"
 #include "engine/saving.h"
@@ -59,6 +61,7 @@ StepInfo Engine::Impl::begin_step() {
                                          reducer->here(Where::Kind::step, "whether all gradients are finite"));
   }
   if (info.skipped && options.nonfinite == NonFinite::error) refuse_nonfinite();
+  reducer->summing().forget_looks();
   if (!info.skipped) {
     scaler.unscale(reducer->buckets());
     const double weight = reducer->take_weight_factor();
@@ -146,10 +149,19 @@ void Engine::end_step() {
 // Names who is not finite, alike on every rank. The step may be taken again with other gradients.
 void Engine::Impl::refuse_nonfinite() {
   constexpr size_t most = 5;  // names in a message
+  constexpr int64_t nobody = std::numeric_limits<int64_t>::max();
   std::vector<int64_t> finite = finite_sinks(reducer->buckets(), reducer->sinks().size());
-  for (const auto& theirs :
-       reducer->control().exchange(finite, reducer->here(Where::Kind::step, "what is not finite"))) {
-    for (size_t i = 0; i < finite.size(); ++i) finite[i] = std::min(finite[i], theirs[i]);
+  finite.push_back(reducer->summing().first_not_finite().value_or(nobody));
+  reducer->summing().forget_looks();
+  const auto all = reducer->control().exchange(finite, reducer->here(Where::Kind::step, "what is not finite"));
+  // Once one rank's NaN is in a sum that all keep, the later messages of all have it.
+  std::string origin;
+  int64_t first = nobody;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (size_t i = 0; i < finite.size(); ++i) finite[i] = std::min(finite[i], all[rank][i]);
+    if (all[rank].back() >= first) continue;
+    first = all[rank].back();
+    origin = " (that of rank " + std::to_string(rank) + " was not, before it was summed)";
   }
   std::string names;
   size_t count = 0;
@@ -160,7 +172,8 @@ void Engine::Impl::refuse_nonfinite() {
   if (units) units->end_update();
   throw NotFinite(world.rank(), "step " + std::to_string(reducer->steps()) + ": the gradient of " + names +
                                     (count > most ? " and " + std::to_string(count - most) + " more" : "") +
-                                    " is not finite, and Options::nonfinite is error: nothing was updated");
+                                    " is not finite" + origin +
+                                    ", and Options::nonfinite is error: nothing was updated");
 }
 
 void Engine::Impl::check_capture() const {

@@ -81,7 +81,8 @@ int64_t InPlace::together(c10::Device device, int64_t /*bucket_bytes*/) const {
   return team_.size() == 1 && !device.is_cpu() ? bytes : 0;
 }
 
-void InPlace::begin(Bucket& bucket, const Where&) {
+void InPlace::begin(Bucket& bucket, const Where& where) {
+  pass_ = where.pass;
   buckets_.make_gradient(bucket, Buckets::Blank::padding);
   if (bucket.alone) return reduce({&bucket});
   outgoing_.push_back(&bucket);
@@ -118,6 +119,7 @@ void InPlace::reduce(const std::vector<Bucket*>& buckets) {
       }
     } else if (team_.size() > 1) {
       if (batched) bucket.gradient.mul_(mean);
+      look_at(bucket.gradient, pass_);
       bucket.reduction = std::make_shared<Pending>(team_.data().all_reduce(bucket.gradient));
     }
   }

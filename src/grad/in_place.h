@@ -37,6 +37,7 @@ class InPlace final : public Summing {
   void arrived(Bucket& bucket, const Where& where) override;
 
   int divisor_;
+  int64_t pass_ = 0;               // that the last reduction began in
   std::vector<Bucket*> outgoing_;  // wait for the rest of their convoy
   std::unique_ptr<c10d::CommHookInterface> hook_;
   std::unordered_map<int, c10::intrusive_ptr<c10::ivalue::Future>> answers_;  // of the hook, by bucket

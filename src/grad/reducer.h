@@ -121,6 +121,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   Group& replicate() { return team_.replicate(); }
   Groups& gathers() { return team_.gathers(); }
   bool shards(Placement placement) const { return team_.shards(placement); }
+  Summing& summing() { return *summing_; }
   const Strategy& row() const { return team_.row(); }
   void for_devices(const std::function<void(c10::Device)>& call) const { buckets_.for_devices(call); }
   Buckets& layout() { return buckets_; }

@@ -113,7 +113,10 @@ void Scattered::send() {
 // As one message.
 void Scattered::send(const std::vector<Bucket*>& buckets) {
   std::vector<Group::Part> parts;
-  for (const Bucket* bucket : buckets) parts.push_back({bucket->target(), bucket->incoming.sum});
+  for (const Bucket* bucket : buckets) {
+    look_at(bucket->incoming.sum, sent_at_.pass);
+    parts.push_back({bucket->target(), bucket->incoming.sum});
+  }
   const auto message = std::make_shared<Pending>(team_.shard().reduce_scatter(parts));
   for (Bucket* bucket : buckets) {
     bucket->reduction = message;

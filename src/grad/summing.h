@@ -9,9 +9,12 @@
 // has none, zeros. After finish(), the bucket's gradient is the mean.
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "grad/buckets.h"
 #include "grad/ledger.h"
@@ -75,6 +78,14 @@ class Summing {
   // Sums are divided by `ranks` from the next reduction on, instead of by all: ranks that ran out of inputs contribute none.
   virtual void divide_by(int ranks);
 
+  // From now on each message is looked at as it leaves: one read more of it.
+  void look_for_nonfinite() { looks_ = true; }
+  // The first pass in which this rank's own part of a message was not finite; none: there was no such pass, or nobody looked.
+  std::optional<int64_t> first_not_finite() const;
+  void forget_looks() { sent_.clear(); }
+  // Where all gradients were cleared: they are in no sum any more.
+  void forget_cleared(const std::deque<Sink>& sinks);
+
   // What went wrong with a gradient while a reduction began; the others wait for that reduction all the same.
   std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }
 
@@ -86,6 +97,8 @@ class Summing {
   void note_failure() {
     if (!failure_) failure_ = std::current_exception();
   }
+  // This rank's part of a message, as it is about to leave.
+  void look_at(const at::Tensor& own, int64_t pass);
   void settled_all(Sink& sink) {
     for (; sink.unsettled > 0; --sink.unsettled) ledger_.settled(sink.index);
   }
@@ -95,7 +108,14 @@ class Summing {
   Ledger& ledger_;
 
  private:
+  struct Sent {
+    int64_t pass;
+    at::Tensor sum;  // finite where all of it is; its device is not waited for
+  };
+
   std::exception_ptr failure_;
+  bool looks_ = false;
+  std::vector<Sent> sent_;
 };
 
 // The policy of these options.

@@ -140,6 +140,7 @@ void Tree::begin(Bucket& bucket, const Where& where) {
   complete_incoming(bucket);
   ledger_.reduced(bucket.index);
   open_target(bucket);
+  look_at(bucket.incoming.sum, where.pass);
   Where detailed = where;
   detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
   reduce(bucket, detailed);

@@ -106,11 +106,36 @@ void OldFile::read(uint64_t offset, void* data, size_t bytes) const {
   }
 }
 
-void make_folder(const std::string& path) {
+namespace {
+
+// Whether it was made, and not there before. An Error names `wanted`.
+bool make_one(const std::string& path, const std::string& wanted) {
   std::error_code error;
-  fs::create_directories(path, error);
-  if (error) fail("make the folder", path, error.value());  // also where there is something else of this name
+  const bool made = fs::create_directory(path, error);
+  // "It exists" means here that something else has its name.
+  if (error) fail("make the folder", wanted, error == std::errc::file_exists ? ENOTDIR : error.value());
+  return made;
 }
+
+}  // namespace
+
+void make_folder(const std::string& path) {
+  fs::path whole;
+  for (const fs::path& part : fs::path(path)) {
+    whole /= part;
+    if (part.empty() || is_folder(whole.string())) continue;
+    if (!make_one(whole.string(), path)) continue;
+    try {
+      sync_folder(whole.has_parent_path() ? whole.parent_path().string() : ".");
+    } catch (...) {
+      rmdir(whole.c_str());  // who finds it later takes it for safe
+      throw;
+    }
+  }
+  if (!is_folder(path)) fail("make the folder", path, ENOTDIR);
+}
+
+bool make_plain_folder(const std::string& path) { return make_one(path, path); }
 
 void sync_folder(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

@@ -52,7 +52,10 @@ class OldFile {
   uint64_t bytes_ = 0;
 };
 
-void make_folder(const std::string& path);  // and those above it; an existing one is fine
+// And those above it, with the names of all that were made on the disk; an existing one is fine.
+void make_folder(const std::string& path);
+// This one alone, and its name may be lost with the machine; false where it exists.
+bool make_plain_folder(const std::string& path);
 void sync_folder(const std::string& path);  // the names in it are on the disk
 // An Error where `to` exists.
 void rename_folder(const std::string& from, const std::string& to);

@@ -120,7 +120,7 @@ std::string Writer::begin() {
     path = root_ + "/" + kUnfinished + std::to_string(getpid()) + "-" + std::to_string(number++);
   } while (is_folder(path));
   unfinished_ = path;
-  make_folder(path);
+  make_plain_folder(path);  // commit() sees to its name
   return path;
 }
 

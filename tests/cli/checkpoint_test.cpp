@@ -76,6 +76,30 @@ TEST(Checkpoint, AKilledRankIsRestartedWithFewerRanks) {
   EXPECT_THAT(result.err, HasSubstr("restart 1 of 2, on 2 ranks"));
 }
 
+// Without the lost ones at once, on all of them at the next restart, whatever ended the smaller life.
+TEST(Checkpoint, ARankThatWasLostIsBackAtTheNextRestart) {
+  const Scratch scratch;
+  const std::string undisturbed = digest_of(run(steady({"--ranks", "2"})));
+  const Result result = run(steady({"--ranks", "4", "--strategy", "zero1", "--checkpoint", scratch.path("saved"),
+                                    "--save-every", "3", "--restarts", "5", "--min-ranks", "2"}),
+                            {{"PLUMB_FAULT",
+                              "rank=1,point=update:8,kind=kill;rank=0,point=update:5,kind=kill;rank=2,point=update:5,"
+                              "kind=kill;rank=1,point=update:5,kind=throw;rank=3,point=update:5,kind=throw"}});
+  EXPECT_EQ(digest_of(result), undisturbed);
+  EXPECT_EQ(result.last()["ranks"], 4);
+  EXPECT_THAT(result.err, ContainsRegex("rank 1 was ended by signal 9[^\n]*\nplumb: restart 1 of 5, on 2 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("rank 0 was ended by signal 9[^\n]*\nplumb: restart 2 of 5, on 4 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("rank 2 was ended by signal 9[^\n]*\nplumb: restart 3 of 5, on 2 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("an error at update:5[^\n]*\nplumb: restart 4 of 5, on 4 ranks"));
+  EXPECT_THAT(result.err, ContainsRegex("an error at update:5[^\n]*\nplumb: restart 5 of 5, on 4 ranks"));
+  // Where too few are left, there is no restart.
+  const Result ended =
+      run(steady({"--ranks", "2", "--checkpoint", scratch.path("other"), "--restarts", "1", "--min-ranks", "2"}),
+          {{"PLUMB_FAULT", "rank=1,point=update:8,kind=kill"}});
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_THAT(ended.err, HasSubstr("fewer than --min-ranks 2 ranks are left"));
+}
+
 TEST(Checkpoint, ARunThatWasStoppedGoesOn) {
   const Scratch scratch;
   const std::string folder = scratch.path("saved"), undisturbed = digest_of(run(steady({"--ranks", "1"})));
@@ -91,6 +115,29 @@ TEST(Checkpoint, ARunThatWasStoppedGoesOn) {
   const Result fresh = run(steady({"--ranks", "1", "--checkpoint", folder, "--resume", "never"}));
   EXPECT_EQ(fresh.last()["resumed_from_step"], 0);
   EXPECT_EQ(digest_of(fresh), undisturbed);
+}
+
+TEST(Checkpoint, ARunGoesOnFromThePathThatIsGiven) {
+  const Scratch scratch;
+  const std::string folder = scratch.path("saved"), undisturbed = digest_of(run(steady({"--ranks", "1"})));
+  const Result first = run(steady({"--ranks", "1", "--checkpoint", folder, "--save-every", "10", "--keep", "0"}));
+  EXPECT_EQ(digest_of(first), undisturbed);
+  std::string one;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().string().ends_with("-step-20")) one = entry.path().string();
+  }
+  // One checkpoint, not the newest; and a folder, whose newest one it is. The run's own folder is another, or none.
+  for (const Words& more : {Words{"--resume", one}, Words{"--resume", one, "--checkpoint", scratch.path("other")}}) {
+    Words words = {"--ranks", "2", "--strategy", "zero3"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Result result = run(steady(words));
+    EXPECT_EQ(digest_of(result), undisturbed);
+    EXPECT_EQ(result.last()["resumed_from_step"], 20);
+  }
+  EXPECT_EQ(saved_in(scratch.path("other")), 1u);
+  std::filesystem::remove_all(scratch.path("other"));
+  EXPECT_EQ(run(steady({"--ranks", "2", "--resume", folder})).last()["resumed_from_step"], 40);
+  EXPECT_EQ(run({"checkpoint", "verify", one}).code, 0);
 }
 
 TEST(Checkpoint, TrainingGoesOnWhereTheDiskDoesNot) {

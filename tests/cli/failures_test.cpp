@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "cli/held.h"
 #include "cli/support/program.h"
 
 namespace plumb::test {
@@ -65,6 +66,19 @@ TEST(Record, AFailingStepShowsTheSameFailureInOneProcess) {
       EXPECT_EQ(run({"replay", folder}).out, again.out);
     }
   }
+}
+
+TEST(Record, HoldsAsManyStepsAsFitIntoItsMemoryAndTheLastOneAlways) {
+  constexpr int64_t mib = 1 << 20;
+  const auto held = [](std::vector<int64_t> bytes) { return cli::steps_held(bytes); };
+  EXPECT_EQ(held({}), 0u);
+  EXPECT_EQ(held({1, 1}), 2u);
+  EXPECT_EQ(held({1, 1, 1, 1}), 3u);
+  EXPECT_EQ(held({mib, 128 * mib, 128 * mib}), 2u);
+  EXPECT_EQ(held({1, 128 * mib, 128 * mib - 1}), 3u);
+  EXPECT_EQ(held({1, 1, 256 * mib}), 1u);
+  EXPECT_EQ(held({1, 300 * mib}), 1u) << "the last one always";
+  EXPECT_EQ(held({1, 300 * mib, 1}), 1u) << "no step is left out between two";
 }
 
 TEST(Record, HoldsTheStateOfTheStepThatFailed) {

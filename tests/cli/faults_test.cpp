@@ -2,11 +2,15 @@
 // names it and says where everybody was, nothing is left behind, and a restart ends with the bits of the undisturbed run.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -123,15 +127,17 @@ void check_message(const std::vector<std::string>& lines, const Fault& fault, in
 
 // One run that goes through all of them, a life each, and then ends well. A checkpoint is there for sure once the next one
 // begins: before a fault in loading, one strikes after step 6.
-void survives(const std::string& strategy, const std::vector<Fault>& faults, int ranks = 2) {
+void survives(const std::string& strategy, const std::vector<Fault>& faults, int ranks = 2,
+              Environment environment = {}) {
   const Scratch scratch;
   const auto before = shared_memory();
   std::string plan;
   for (const Fault& fault : faults) plan += (plan.empty() ? "" : ";") + fault.text();
   SCOPED_TRACE(strategy + ": " + plan);
+  environment["PLUMB_FAULT"] = plan;
   Program program(saving({"--ranks", std::to_string(ranks), "--strategy", strategy, "--checkpoint",
                           scratch.path("saved"), "--restarts", std::to_string(faults.size())}),
-                  {{"PLUMB_FAULT", plan}});
+                  environment);
   const Result result = program.wait();
   EXPECT_FALSE(program.alive());
   EXPECT_THAT(left_in_shared_memory(before), IsEmpty());
@@ -140,6 +146,9 @@ void survives(const std::string& strategy, const std::vector<Fault>& faults, int
   for (size_t i = 0; i < faults.size(); ++i) check_message(lives[i], faults[i], ranks);
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_EQ(result.last()["model_digest"].get<std::string>(), undisturbed());
+  if (environment.contains("PLUMB_MACHINES")) {
+    EXPECT_THAT(result.last()["backend"].get<std::string>(), HasSubstr("tcp"));
+  }
 }
 
 TEST(Faults, KilledAndThrowingUnderDdp) {
@@ -175,6 +184,60 @@ TEST(Faults, KilledAndThrowingUnderZero3) {
                      {0, "write:1", "kill"},
                      {0, "commit:1", "kill"},
                      {0, "hook:30", "throw"}});
+}
+
+// As if on two machines, with TCP between them.
+TEST(Faults, KilledAndThrowingBetweenMachines) {
+  survives("zero2", {{1, "reduce:9", "kill"}, {0, "update:5", "throw"}}, 2, {{"PLUMB_MACHINES", "2"}});
+  survives("zero3", {{3, "gather:60", "kill"}, {0, "hook:30", "throw"}}, 4, {{"PLUMB_MACHINES", "2"}});
+}
+
+// The state of each socket of this machine, by its number in the system.
+std::map<std::string, std::string> sockets() {
+  std::map<std::string, std::string> states;
+  for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream file(table);
+    for (std::string line; std::getline(file, line);) {
+      std::istringstream words(line);
+      const std::vector<std::string> fields(std::istream_iterator<std::string>(words), {});
+      if (fields.size() > 9) states[fields[9]] = fields[3];
+    }
+  }
+  return states;
+}
+
+// Those that these processes listen at.
+std::set<std::string> ports_of(const std::vector<pid_t>& processes) {
+  const auto states = sockets();
+  std::set<std::string> ports;
+  std::error_code ignored;
+  for (const pid_t pid : processes) {
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/" + std::to_string(pid) + "/fd", ignored)) {
+      const std::string target = std::filesystem::read_symlink(entry.path(), ignored).string();
+      if (!target.starts_with("socket:[")) continue;
+      const auto found = states.find(target.substr(8, target.size() - 9));
+      if (found != states.end() && found->second == "0A") ports.insert(found->first);
+    }
+  }
+  return ports;
+}
+
+TEST(Faults, NoPortIsBoundAfterARun) {
+  for (const std::string ending : {"kill", "itself"}) {
+    const Scratch scratch;
+    Program program(saving({"--ranks", "2", "--checkpoint", scratch.path("saved")}), {{"PLUMB_MACHINES", "2"}});
+    program.wait_for_lines(3);
+    std::vector<pid_t> ranks = program.children();
+    ASSERT_EQ(ranks.size(), 2u);
+    std::vector<pid_t> all = ranks;
+    all.push_back(program.pid());
+    const auto ports = ports_of(all);
+    EXPECT_THAT(ports, ::testing::Not(IsEmpty())) << "where the ranks met";
+    if (ending == "kill") kill(ranks[1], SIGKILL);
+    EXPECT_EQ(program.wait().code, ending == "kill" ? 1 : 0);
+    const auto left = sockets();
+    for (const std::string& port : ports) EXPECT_FALSE(left.contains(port)) << ending;
+  }
 }
 
 TEST(Faults, TheOrderOfTheBuckets) {

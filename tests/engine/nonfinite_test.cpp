@@ -64,6 +64,7 @@ TEST_P(NonFiniteIn, ErrorNamesStepAndParameterOnEveryRankAndChangesNothing) {
           ADD_FAILURE() << "no error on rank " << world.rank();
         } catch (const Error& error) {
           EXPECT_THAT(error.what(), AllOf(HasSubstr("step 1: the gradient of '"), HasSubstr("is not finite"),
+                                          HasSubstr("(that of rank 1 was not, before it was summed)"),
                                           HasSubstr("nothing was updated")));
           EXPECT_THAT(error.what(), testing::Not(HasSubstr("', '"))) << "one parameter alone";
         }
@@ -103,6 +104,56 @@ TEST(NonFinite, ErrorNamesAFewOfManyParameters) {
         EXPECT_THAT(text, HasSubstr(more));
       }
     }
+  }
+}
+
+// Whose it was, though each rank has everybody's sum in the end: of the first pass that had one, and of no gradient that was
+// cleared.
+TEST(NonFinite, ErrorNamesTheRankThatBroughtItFirst) {
+  struct Played {
+    std::vector<int> bad;  // the rank of each backward
+    size_t cleared;        // so many backwards are
+    const char* named;
+  };
+  const Played all[] = {{{2, 0}, 0, "rank 2"}, {{-1, 1}, 0, "rank 1"}, {{0, 2}, 1, "rank 2"}};
+  for (const char* strategy : {"ddp", "zero2", "zero3", "deterministic"}) {
+    for (const Played& played : all) {
+      Options options{.strategy = strategy, .nonfinite = NonFinite::error};
+      if (std::string(strategy) == "deterministic") {
+        if (played.bad[0] != -1) continue;  // its shares are summed at step() alone
+        options.strategy = "zero1";
+        options.deterministic = true;
+        options.virtual_ranks = 4;
+      }
+      options.bucket_bytes = options.first_bucket_bytes = 200;
+      const auto texts = errors(options.deterministic ? 2 : 3, [&](World world) {
+        Parts model(5);
+        Engine engine(world, model, SGD{.lr = 1}, options);
+        for (size_t i = 0; i < played.bad.size(); ++i) {
+          auto gradients = ones(2);
+          if (world.rank() == played.bad[i]) gradients[3].view(-1)[0] = NAN;
+          engine.backward(model.loss(gradients));
+          if (i + 1 == played.cleared) engine.zero_grad();
+        }
+        engine.step();
+      });
+      for (const std::string& text : texts) {
+        EXPECT_THAT(text, HasSubstr(c10::str("(that of ", played.named, " was not"))) << strategy;
+      }
+    }
+  }
+}
+
+// What was written after the sum is nobody's.
+TEST(NonFinite, ErrorNamesNoRankWhereNoneBroughtIt) {
+  for (const std::string& text : errors(2, [](World world) {
+         at::Tensor weight = at::ones({4}, at::kDouble).requires_grad_();
+         Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, Options{.nonfinite = NonFinite::error});
+         engine.backward(weight.sum());
+         weight.mutable_grad().mul_(NAN);
+         engine.step();
+       })) {
+    EXPECT_THAT(text, HasSubstr("the gradient of 'w' is not finite, and Options::nonfinite is error"));
   }
 }
 

@@ -4,6 +4,8 @@
 
 #include <filesystem>
 
+#include "engine/impl.h"
+#include "engine/saving.h"
 #include "save/folder.h"
 #include "save/support/folder.h"
 #include "save/support/trained.h"
@@ -86,6 +88,84 @@ TEST(Save, HoldsTheNumbersOfExtrasThatAreConjugatedOrNegatedViews) {
   ASSERT_EQ(got.size(), 3u);
   EXPECT_TRUE(at::equal(got[0].second, at::complex(at::arange(3.), -at::arange(3.) - 1)));
   for (const int view : {1, 2}) EXPECT_TRUE(at::equal(got[view].second, -at::arange(3.) - 1)) << got[view].first;
+}
+
+// A thread that failed is heard at a step, which has done nothing then and can be taken.
+TEST(RefusedSave, OfAThreadIsToldBeforeAStepChangesAnything) {
+  Scratch scratch;
+  for (const std::string strategy : {"ddp", "zero3"}) {
+    run_local(2, [&](World world) {
+      Model model(3);
+      Engine engine(world, model, AdamW{}, {.strategy = strategy});
+      train(engine, model, 1);
+      engine.save(scratch.path(strategy));
+      engine.impl().saving->before_writing = [&] {
+        if (world.rank() == 1) throw std::runtime_error("the disk is on fire");
+      };
+      engine.save_in_background(scratch.path(strategy));
+      std::string told;
+      for (int i = 0; i < 100000 && told.empty(); ++i) {  // until the thread has come to it
+        std::vector<at::Tensor> ones;
+        for (const at::Tensor& p : model.parameters()) ones.push_back(at::ones(p.sizes(), at::kDouble));
+        engine.backward(model.loss(ones));
+        const int64_t steps = engine.steps();
+        Everything before, after, taken;
+        before.add(engine);
+        try {
+          engine.step();
+        } catch (const SaveError& error) {
+          told = error.what();
+          after.add(engine);
+          EXPECT_EQ(before.difference(after), "") << strategy;
+          EXPECT_EQ(engine.steps(), steps);
+          engine.step();
+          taken.add(engine);
+          EXPECT_EQ(engine.steps(), steps + 1);
+          EXPECT_NE(before.difference(taken), "") << strategy;
+        }
+        engine.zero_grad();
+      }
+      EXPECT_THAT(told, HasSubstr("failed on rank 1: the disk is on fire")) << strategy;
+      world.barrier();
+      EXPECT_EQ(engine.load(scratch.path(strategy)).step, 1) << "the one before is whole";
+    });
+    EXPECT_EQ(save::checkpoints_in(scratch.path(strategy)).size(), 1u);
+  }
+}
+
+struct Heard : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { text += warning.msg() + "\n"; }
+  std::string text;
+};
+
+TEST(RefusedSave, OfAnEngineThatEndsIsLostAndSaysSo) {
+  Scratch scratch;
+  const std::string root = scratch.path("all");
+  Heard heard;
+  const c10::WarningUtils::WarningHandlerGuard guard(&heard);
+  Model model(3);
+  {
+    Engine engine(World(), model, AdamW{});
+    train(engine, model, 1);
+    engine.save(root);
+    engine.save_in_background(root);
+    engine.finish_save();
+    train(engine, model, 1);
+  }
+  EXPECT_EQ(heard.text, "") << "nothing was under way";
+  {
+    Engine engine(World(), model, AdamW{});
+    engine.load(root);
+    train(engine, model, 1);
+    engine.save_in_background(root);
+  }
+  EXPECT_THAT(heard.text,
+              AllOf(HasSubstr("a checkpoint into '" + root + "' was under way when its engine ended, and is lost"),
+                    HasSubstr("call engine.finish_save() first. Earlier ones are intact")));
+  for (const std::string& name : save::names_in(root)) EXPECT_THAT(name, Not(HasSubstr("unfinished")));
+  EXPECT_EQ(save::checkpoints_in(root).size(), 2u);
+  Engine again(World(), model, AdamW{});
+  EXPECT_EQ(again.load(root).step, 1);
 }
 
 TEST(RefusedLoad, SaysThatThereIsNoFolder) {

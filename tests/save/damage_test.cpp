@@ -158,6 +158,7 @@ TEST(Damage, IsRefusedAThousandTimesAndChangesNothing) {
   const std::string bad = scratch.path("bad");
   // What hostile names point to: the folder's neighbours.
   Scratch::write_file(scratch.path("neighbour.safetensors"), original.at("weights-00000-of-00002.safetensors"));
+  Scratch::write_file(scratch.path("outside.safetensors"), original.at("weights-00000-of-00002.safetensors"));
   const auto around = [&] {
     Files all;
     for (const auto& entry : std::filesystem::recursive_directory_iterator(scratch.path(""))) {
@@ -195,11 +196,25 @@ TEST(Damage, IsRefusedAThousandTimesAndChangesNothing) {
   after.add(engine);
   EXPECT_EQ(before.difference(after), "");
   EXPECT_TRUE(at::globalContext().defaultGenerator(at::kCPU).get_state().equal(random_state));
+  // What only its name speaks against: the very file that is meant, beside the folder and below it.
+  for (const std::string name : {"../outside.safetensors", "a/b.safetensors", "../bad/weights.safetensors"}) {
+    std::filesystem::remove_all(bad);
+    std::filesystem::copy(good, bad);
+    std::filesystem::create_directory(bad + "/a");
+    std::filesystem::copy(good + "/weights-00000-of-00002.safetensors", bad + "/a/b.safetensors");
+    std::filesystem::rename(bad + "/weights-00000-of-00002.safetensors", bad + "/weights.safetensors");
+    const std::string manifest =
+        sealed(replaced(original.at("manifest.json"), "\"name\": \"weights-00000-of-00002.safetensors\"",
+                        "\"name\": \"" + name + "\""));
+    Scratch::write_file(bad + "/manifest.json", manifest);
+    EXPECT_THAT(errors(1, [&](World) { engine.load(bad); })[0],
+                testing::HasSubstr("is called '" + name + "', which is no plain name"));
+  }
   // A link out of the folder is no file of it.
   std::filesystem::remove_all(bad);
   std::filesystem::copy(good, bad);
-  std::filesystem::rename(bad + "/weights-00000-of-00002.safetensors", scratch.path("outside"));
-  std::filesystem::create_symlink(scratch.path("outside"), bad + "/weights-00000-of-00002.safetensors");
+  std::filesystem::rename(bad + "/weights-00000-of-00002.safetensors", scratch.path("elsewhere"));
+  std::filesystem::create_symlink(scratch.path("elsewhere"), bad + "/weights-00000-of-00002.safetensors");
   EXPECT_THROW(engine.load(bad), Error);
   EXPECT_NO_THROW(engine.load(good));
 }

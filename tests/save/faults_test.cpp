@@ -43,43 +43,59 @@ struct SavedRun {
   Everything old, now;
 };
 
-TEST(Faults, KillAtEverySystemCallLeavesOneWhole) {
+enum class Save { at_once, in_background };
+
+// A run of its own process, which ends at the `number`th call of its second save, or after it: whether it came to its end.
+bool ends_well(const std::string& root, int ranks, Save how, int number) {
+  // Everything happens in a child: it holds the folder's lock until it dies.
+  const pid_t child = fork();
+  if (child == 0) {
+    at::set_num_threads(1);  // libtorch makes its pool again after a fork, and not in two threads at once
+    const auto texts = errors(ranks, [&](World world) {
+      Model model(3);
+      Engine engine(world, model, AdamW{}, {.strategy = ranks > 1 ? "zero2" : "ddp"});
+      train(engine, model, 1);
+      engine.save(root);
+      train(engine, model, 1);
+      if (world.rank() == 0) calls::watch(root, Fault::kill, number);
+      world.barrier();
+      if (how == Save::at_once) {
+        engine.save(root, {.keep = 1});
+      } else {
+        engine.save_in_background(root, {.keep = 1});
+        engine.finish_save();
+      }
+      world.barrier();
+      if (world.rank() == 0) _exit(0);
+      for (;;) pause();
+    });
+    for (const std::string& text : texts) std::fprintf(stderr, "a rank ended: %s\n", text.c_str());
+    _exit(3);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0);
+  return WIFEXITED(status);
+}
+
+void kill_at_every_call(int ranks, Save how) {
+  // What it should be.
+  Everything old, now;
+  Model model(3);
+  Engine engine(World(), model, AdamW{});
+  train(engine, model, 1);
+  old.add(engine);
+  train(engine, model, 1);
+  now.add(engine);
   int calls_of_a_save = 0;
   bool completed = false;
   for (int number = 1; !completed; ++number) {
     ASSERT_LT(number, 500);
-    Scratch scratch;
+    SCOPED_TRACE(c10::str("killed at call ", number));
+    const Scratch scratch;
     const std::string root = scratch.path("root");
-    // Everything happens in a child: it holds the folder's lock until it dies.
-    Everything old, now;
-    const auto play = [&](Engine& engine, Model& model) {
-      train(engine, model, 1);
-      engine.save(root);
-      train(engine, model, 1);
-    };
-    const pid_t child = fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      Model model(3);
-      Engine engine(World(), model, AdamW{});
-      play(engine, model);
-      calls::watch(root, Fault::kill, number);
-      engine.save(root, {.keep = 1});
-      calls::stop();
-      _exit(0);
-    }
-    int status = 0;
-    waitpid(child, &status, 0);
-    completed = WIFEXITED(status);
-    EXPECT_TRUE(!completed || WEXITSTATUS(status) == 0);
+    completed = ends_well(root, ranks, how, number);
     calls_of_a_save = number;
-    // What it should be, computed again.
-    Model model(3);
-    Engine engine(World(), model, AdamW{});
-    train(engine, model, 1);
-    old.add(engine);
-    train(engine, model, 1);
-    now.add(engine);
     Model other(7);
     Engine reader(World(), other, AdamW{});
     reader.load(root);
@@ -87,17 +103,23 @@ TEST(Faults, KillAtEverySystemCallLeavesOneWhole) {
     found.add(reader);
     // What has a checkpoint's name is complete.
     for (const save::Named& named : save::checkpoints_in(root)) {
-      EXPECT_NO_THROW(save::Checkpoint(named.path)) << "killed at call " << number << ": " << named.path;
+      EXPECT_NO_THROW(save::Checkpoint(named.path)) << named.path;
     }
     const bool is_new = now.difference(found).empty(), is_old = old.difference(found).empty();
-    EXPECT_TRUE(completed ? is_new : is_new || is_old) << "killed at call " << number;
+    EXPECT_TRUE(completed ? is_new : is_new || is_old);
     // The next run goes on where this one ended.
-    EXPECT_NO_THROW(reader.save(root, {.keep = 1})) << "killed at call " << number;
-    const auto names = save::names_in(root);
-    EXPECT_EQ(names.size(), 2u) << "killed at call " << number << ": only the lock and one checkpoint stay";
+    EXPECT_NO_THROW(reader.save(root, {.keep = 1}));
+    EXPECT_EQ(save::names_in(root).size(), 2u) << "only the lock and one checkpoint stay";
   }
   EXPECT_GT(calls_of_a_save, 15);
 }
+
+TEST(Faults, KillAtEverySystemCallLeavesOneWhole) { kill_at_every_call(1, Save::at_once); }
+
+TEST(Faults, KillAtEverySystemCallOfABackgroundSaveLeavesOneWhole) { kill_at_every_call(1, Save::in_background); }
+
+// Both ranks die, wherever each of them is.
+TEST(Faults, KillAtEverySystemCallOfTwoRanksLeavesOneWhole) { kill_at_every_call(2, Save::in_background); }
 
 TEST(Faults, AnyFailingCallLeavesOneWholeAndTrainingGoesOn) {
   SavedRun run;
@@ -198,6 +220,51 @@ TEST(Faults, NothingIsNamedOrRemovedBeforeItIsSafe) {
   calls::stop();
   EXPECT_EQ(calls::unsafe(), "");
   EXPECT_EQ(calls::not_synced(), "");
+}
+
+// The first checkpoint lies in folders that nobody made before: their own names must outlast the machine, too.
+TEST(Faults, ANewFoldersNameIsOnTheDiskBeforeItsCheckpointGetsOne) {
+  Model model(3);
+  Engine engine(World(), model, AdamW{});
+  train(engine, model, 1);
+  bool completed = false;
+  for (int number = 0; !completed || number == 1; ++number) {  // 0: none fails
+    SCOPED_TRACE(c10::str("call ", number, " fails"));
+    const Scratch scratch;
+    const std::string above = std::filesystem::path(scratch.path("below")).parent_path().string();
+    const std::string root = scratch.path("new/newer/newest");
+    calls::watch(above, Fault::error, number, EIO);
+    completed = errors(1, [&](World) { engine.save(root); })[0] == "none";
+    calls::stop();
+    EXPECT_EQ(calls::unsafe(), "");
+    EXPECT_TRUE(number != 0 || completed);
+    if (completed) {
+      EXPECT_EQ(calls::not_synced(), "");
+    }
+    for (std::string made = root; made != above; made = std::filesystem::path(made).parent_path().string()) {
+      const std::string holder = std::filesystem::path(made).parent_path().string();
+      EXPECT_TRUE(!save::is_folder(made) ||
+                  ("\n" + calls::not_synced()).find("\n" + holder + "\n") == std::string::npos)
+          << made << " stays though its name is not on the disk";
+    }
+    EXPECT_NO_THROW(engine.save(root));
+    EXPECT_NO_THROW(save::Checkpoint(save::newest_of(root)));
+  }
+}
+
+TEST(Faults, AFolderIsMadeHoweverItsPathIsSpelled) {
+  const Scratch scratch;
+  for (const char* path : {"a/b/", "./c", "d/../e", "f//g/./h", "a/b/i"}) {
+    save::make_folder(scratch.path(path));
+    EXPECT_TRUE(save::is_folder(scratch.path(path))) << path;
+  }
+  const std::string before = std::filesystem::current_path().string();
+  std::filesystem::current_path(scratch.path("a"));
+  save::make_folder("here");
+  save::make_folder("below/here");
+  std::filesystem::current_path(before);
+  EXPECT_TRUE(save::is_folder(scratch.path("a/here")) && save::is_folder(scratch.path("a/below/here")));
+  EXPECT_THROW(save::make_folder(""), Error);
 }
 
 TEST(Faults, AVanishedFolderIsAnErrorAndTheNextSaveMakesItAgain) {

@@ -166,6 +166,9 @@ int rename_call(const char* from, const char* to) {
     const bool commits = name.find("/save-") != std::string::npos;
     for (const std::string& path : s.dirty) {
       if (commits && path.starts_with(old)) s.unsafe += path + " is not on the disk when its folder gets its name\n";
+      if (commits && parent(name).starts_with(path + "/")) {
+        s.unsafe += path + " does not name the folder below on the disk when a checkpoint in it gets its name\n";
+      }
       if (!commits && path == parent(old)) s.unsafe += old + " goes before the new checkpoint's name is on the disk\n";
     }
     if (commits) s.dirty.insert(parent(name));
@@ -176,8 +179,11 @@ int rename_call(const char* from, const char* to) {
 int mkdir_call(const char* path, mode_t mode) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (ours(s, path) && strike(s)) return -1;
-  return static_cast<int>(syscall(SYS_mkdir, path, mode));
+  const bool watched = ours(s, path);
+  if (watched && strike(s)) return -1;
+  const int result = static_cast<int>(syscall(SYS_mkdir, path, mode));
+  if (watched && result == 0) s.dirty.insert(parent(path));
+  return result;
 }
 
 int unlinkat_call(int folder, const char* path, int flags) {

@@ -13,8 +13,8 @@ enum class Fault { none, kill, error, short_write };
 void watch(const std::string& root, Fault fault = Fault::none, int number = 0, int error = 0);
 // No more; how many there were.
 int stop();
-// What was done before it was safe: a folder renamed whose files or names are not on the disk, an old checkpoint removed
-// before the new one's name is. Empty: nothing.
+// What was done before it was safe: a folder renamed whose files or names are not on the disk, nor the names of the new
+// folders above it; an old checkpoint removed before the new one's name is. Empty: nothing.
 std::string unsafe();
 // The number of the first call that waited for the bytes of a file; 0: there was none.
 int first_flush();
