@@ -56,4 +56,4 @@ _C.LossScale.__doc__ = """Dynamic loss scaling, for f16.
     1024.0
     """
 
-_C.StepInfo.__doc__ = "What a step did: its number, the learning rate, whether it was skipped, the gradients' norm."
+_C.StepInfo.__doc__ = "What a step did: its number, the learning rates, whether it was skipped, the gradients' norm."

@@ -91,3 +91,14 @@ def group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup
     else:
         names = {uncompiled(name) for name in match}
     return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))
+
+
+def group_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
+    if not 0 <= number < len(optimizer.param_groups):
+        raise Error(f"there is no parameter group {number}; this optimizer has {len(optimizer.param_groups)}")
+    group: dict[str, Any] = optimizer.param_groups[number]
+    return group
+
+
+def is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
