@@ -95,9 +95,15 @@ class Engine:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
         follows = module is not None and buffers is None
-        if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-            world = self._fill(module, strategy, units, mesh, world)
-        named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        try:
+            if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+                world = self._fill(module, strategy, units, mesh, world)
+            named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                place = of_mesh(mesh)[0] if isinstance(mesh, DeviceMesh) else _given.world_of(world, _given.tensors(model))
+                _given.refuse(place, error)
+            raise
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
@@ -171,9 +177,7 @@ class Engine:
                 )
             named_buffers = _given.named(buffers, "buffers")
         except Exception as error:
-            if self.world.size > 1:  # the others are waiting to build theirs
-                with contextlib.suppress(Exception):
-                    self.world.refuse(str(error))
+            _given.refuse(self.world, error)
             raise
         compiled.watch()
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
