@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import operator
 import pathlib
 import runpy
 import sys
@@ -12,20 +13,19 @@ import pytest
 import plumb
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-#: A module, whose classes' conventions are in docs/fused.md.
-NO_EXAMPLE = {"nn"}
+NAMES = [*(name for name in plumb.__all__ if name != "nn"), *(f"nn.{name}" for name in plumb.nn.__all__)]
 #: What is over torch.distributed, which an example starts.
 OVER_PROCESSES = {"fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"}
 
 
 def tried(name: str) -> tuple[int, int]:
     """How many lines the example in its docstring has, and how many are not true."""
-    example = doctest.DocTestParser().get_doctest(getattr(plumb, name).__doc__ or "", {}, name, None, 0)
+    example = doctest.DocTestParser().get_doctest(operator.attrgetter(name)(plumb).__doc__ or "", {}, name, None, 0)
     result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
     return result.attempted, result.failed
 
 
-@pytest.mark.parametrize("name", [name for name in plumb.__all__ if name not in NO_EXAMPLE])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_example_of(name: str) -> None:
     for attempted, failed in plumb.spawn(tried, 2, (name,)) if name in OVER_PROCESSES else [tried(name)]:
         assert attempted > 0, f"plumb.{name} has no example"
