@@ -56,4 +56,45 @@ _C.LossScale.__doc__ = """Dynamic loss scaling, for f16.
     1024.0
     """
 
-_C.StepInfo.__doc__ = "What a step did: its number, the learning rate, whether it was skipped, the gradients' norm."
+_C.StepInfo.__doc__ = """What a step did: its number, the learning rates, whether it was skipped, the gradients' norm.
+
+    >>> import plumb, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> engine = plumb.Engine(model, plumb.SGD(lr=0.1), clip_norm=1.0)
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> info = engine.step()
+    >>> info.step, info.lr, info.skipped, info.grad_norm
+    (0, 0.1, False, tensor(6.9282))
+    """
+
+_C.LoadInfo.__doc__ = """What was loaded: the checkpoint's path, its step, how many samples it had seen, what did not fit.
+
+    >>> import plumb, tempfile, torch
+    >>> engine = plumb.Engine(torch.nn.Linear(2, 1), plumb.SGD(lr=0.1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = engine.save(folder, samples=32)
+    ...     info = engine.load(folder)
+    >>> info.step, info.samples, info.mismatches
+    (0, 32, [])
+    """
+
+_C.Error.__doc__ = """What was found, what was expected, what to do; with the rank and the parameter's name.
+
+    >>> import plumb, torch
+    >>> try:
+    ...     plumb.Engine(torch.nn.Linear(2, 1), strategy="zero9")
+    ... except plumb.Error as error:
+    ...     print(error)
+    plumb: ...zero9...
+    """
+
+_C.SaveError.__doc__ = """A checkpoint could not be written; the engine and earlier checkpoints are as they were.
+
+    >>> import os, plumb, torch
+    >>> engine = plumb.Engine(torch.nn.Linear(2, 1), plumb.SGD(lr=0.1))
+    >>> try:
+    ...     engine.save(os.devnull)  # no folder
+    ... except plumb.SaveError as error:
+    ...     print(error)
+    plumb: ...
+    """

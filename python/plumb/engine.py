@@ -54,7 +54,8 @@ class Engine:
         gather_ahead_bytes: where sharded parameters travel, units that are used next are gathered before their use, and kept
             after it, as many bytes of whole parameters as this.
         ask_before_gathers: where sharded parameters travel, ranks may use different units, for a message before each gather.
-        deterministic: the same bits on every number of ranks and in every strategy.
+        deterministic: the same bits on every number of ranks and in every strategy, of ``virtual_ranks / ranks`` backwards a
+            step, each of a share's mean loss times ``engine.share_weight()``.
 
     >>> import plumb, torch
     >>> model = torch.nn.Linear(2, 1)
@@ -96,9 +97,15 @@ class Engine:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
         follows = module is not None and buffers is None
-        if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-            world = self._fill(module, strategy, units, mesh, world)
-        named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        try:
+            if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+                world = self._fill(module, strategy, units, mesh, world)
+            named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                place = of_mesh(mesh)[0] if isinstance(mesh, DeviceMesh) else _given.world_of(world, _given.tensors(model))
+                _given.refuse(place, error)
+            raise
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
@@ -124,7 +131,7 @@ class Engine:
             if first_bucket_bytes is not None:
                 options.first_bucket_bytes = first_bucket_bytes
             options.accumulate_dtype = accumulate_dtype
-            options.master_weights = not _is_torchs(optimizer) if master_weights is None else master_weights
+            options.master_weights = not isinstance(optimizer, torch.optim.Optimizer) if master_weights is None else master_weights
             options.clip_norm = clip_norm
             options.loss_scale = _given.loss_scale(loss_scale)
             if nonfinite not in _NONFINITE:
@@ -158,7 +165,7 @@ class Engine:
                 if groups or schedule is not None:
                     raise Error("groups and schedule are of Plumb's optimizers; a torch.optim object has its own")
                 optim.check(optimizer, named, cuts_state, strategy, one_by_one=elementwise is True)
-                owns = cuts_state or (options.master_weights and any(_is_half(p) for _, p in named))
+                owns = cuts_state or (options.master_weights and any(_given.is_half(p) for _, p in named))
                 whole = not (optim.is_elementwise(optimizer) if elementwise is None else elementwise)
                 if cuts_state and whole:
                     options.cut = _C.Cut.at_parameters
@@ -173,9 +180,7 @@ class Engine:
                 )
             named_buffers = _given.named(buffers, "buffers")
         except Exception as error:
-            if self.world.size > 1:  # the others are waiting to build theirs
-                with contextlib.suppress(Exception):
-                    self.world.refuse(str(error))
+            _given.refuse(self.world, error)
             raise
         compiled.watch()
         pairs = [(door, parameters) for door, (_, parameters) in zip(doors, own, strict=True)]
@@ -292,13 +297,27 @@ class Engine:
         """What the last step of a ``torch.optim`` object did, whoever called it."""
         return self._steps.info if self._steps is not None else None
 
-    def set_lr(self, lr: float) -> None:
-        """The learning rate from now on, of everything without its own."""
+    def lr(self, group: int | None = None) -> float:
+        """The learning rate of everything without its own, or of one of the groups; before the schedule's factor."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            return float(_given.group_of(self.optimizer, 0 if group is None else group)["lr"])
+        return self._engine.lr(group)
+
+    def set_lr(self, lr: float, group: int | None = None) -> None:
+        """The learning rate from now on, of everything without its own, or of one of the groups, which has its own then.
+
+        A ``torch.optim`` object's groups all have their own: without ``group``, it is set in each. Alike on every rank.
+        """
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            groups = self.optimizer.param_groups if group is None else [_given.group_of(self.optimizer, group)]
+            for one in groups:
+                one["lr"] = lr
         else:
-            self._engine.set_lr(lr)
+            self._engine.set_lr(lr, group)
+
+    def share_weight(self) -> float:
+        """What a share's mean loss counts in a deterministic run: ranks / virtual_ranks. Otherwise 1."""
+        return self._engine.share_weight()
 
     # ---- parameters
 
@@ -478,14 +497,3 @@ class Engine:
         if self._native is None:
             raise Error("this engine was never built")
         return self._native
-
-
-# ---- arguments, as people write them
-
-
-def _is_torchs(optimizer: AnyOptimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer)
-
-
-def _is_half(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)

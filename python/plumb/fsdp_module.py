@@ -31,7 +31,22 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class FSDPModule(_Torchs):
-    """A module whose parameters are sharded over the ranks and gathered around its forward. Made by ``plumb.fully_shard``."""
+    """A module whose parameters are sharded over the ranks and gathered around its forward. Made by ``plumb.fully_shard``.
+
+    >>> import plumb, torch
+    >>> model = plumb.fully_shard(torch.nn.Linear(4, 2))
+    >>> isinstance(model, plumb.FSDPModule), isinstance(model, torch.nn.Linear)
+    (True, True)
+    >>> model.set_requires_gradient_sync(False)  # micro-batches but the last
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> model.set_requires_gradient_sync(True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> model.weight.grad.full_tensor()[0, 0].item()
+    6.0
+    >>> model.unshard()
+    >>> model.weight.shape, type(model.weight)
+    (torch.Size([2, 4]), <class 'torch.nn.parameter.Parameter'>)
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # A container that is sliced makes another of its class: a plain one.
@@ -197,7 +212,17 @@ def _check_sharded(modules: list[_Torchs]) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gathers ``module``'s parameters around the method of that name, too. Nothing happens to a module that is not sharded."""
+    """Gathers ``module``'s parameters around the method of that name, too. Nothing happens to a module that is not sharded.
+
+    >>> import plumb, torch
+    >>> class Tower(torch.nn.Linear):
+    ...     def encode(self, x):
+    ...         return torch.tanh(self(x))
+    >>> tower = plumb.fully_shard(Tower(4, 2), reshard_after_forward=True)
+    >>> plumb.register_fsdp_forward_method(tower, "encode")
+    >>> tower.encode(torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -219,7 +244,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[_Torchs]) -> None:
-    """Nothing to do: engines share what they can by themselves."""
+    """Nothing to do: engines share what they can by themselves.
+
+    >>> import plumb, torch
+    >>> stages = [plumb.fully_shard(torch.nn.Linear(4, 4)) for _ in range(2)]
+    >>> plumb.share_comm_ctx(stages)
+    """
     for module in modules:
         if not isinstance(module, _Torchs):
             raise ValueError(f"Expects list of FSDPModules but got {module}")

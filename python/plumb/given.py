@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Union
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ._C import Error, LossScale, Mesh, ParameterGroup, World
 from .world import world as _world
@@ -36,6 +38,20 @@ def named(pairs: Any, what: str) -> list[tuple[str, torch.Tensor]]:
         if tensor.is_meta:
             raise Error(f"'{name}' is on the meta device and has no values; give the model memory first (model.to_empty)")
     return result
+
+
+def tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Those that have memory, of what may be no model at all."""
+    pairs = model.named_parameters() if isinstance(model, nn.Module) else model if isinstance(model, (list, tuple)) else []
+    found = [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
+    return [(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor) and not tensor.is_meta]
+
+
+def refuse(world: World, why: Exception) -> None:
+    """The other ranks, which are waiting to build their engines, get an Error that says why this one does not."""
+    if world.size > 1:
+        with contextlib.suppress(Exception):
+            world.refuse(str(why))
 
 
 def whole(value: Any, what: str) -> int:
@@ -91,3 +107,14 @@ def group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup
     else:
         names = {uncompiled(name) for name in match}
     return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))
+
+
+def group_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
+    if not 0 <= number < len(optimizer.param_groups):
+        raise Error(f"there is no parameter group {number}; this optimizer has {len(optimizer.param_groups)}")
+    group: dict[str, Any] = optimizer.param_groups[number]
+    return group
+
+
+def is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)

@@ -147,6 +147,13 @@ class GroupedLinear(_Experts):
     """Expert e's rows of x times its own weight, transposed, and its own bias.
 
     ``weight`` is [experts, out, in]; with ``weights="separate"`` there are ``weight0``, ``weight1``, … of [out, in] each.
+
+    >>> import plumb, torch
+    >>> layer = plumb.nn.GroupedLinear(2, 4, 3)
+    >>> x = torch.ones(5, 4)
+    >>> y = layer(x, m_splits=[2, 3])
+    >>> torch.allclose(y[2:], x[2:] @ layer.weight[1].T)
+    True
     """
 
     def __init__(
@@ -179,7 +186,15 @@ class GroupedLinear(_Experts):
 
 
 class GroupedMLP(_Experts):
-    """down(activation(up(x))) per expert, as one node; with SwiGLU, ``up`` has 2 · hidden rows, the gate's first."""
+    """down(activation(up(x))) per expert, as one node; with SwiGLU, ``up`` has 2 · hidden rows, the gate's first.
+
+    >>> import plumb, torch
+    >>> experts = plumb.nn.GroupedMLP(2, width=4, hidden=8, activation="gelu")
+    >>> x = torch.ones(3, 4)
+    >>> y = experts(x, [1, 2])
+    >>> torch.allclose(y[0], torch.nn.functional.gelu(x[0] @ experts.up[0].T) @ experts.down[0].T, atol=1e-6)
+    True
+    """
 
     def __init__(
         self,
@@ -222,7 +237,13 @@ class GroupedMLP(_Experts):
 
 
 class Router(nn.Module):
-    """The ``top_k`` experts of softmax(x Wᵀ), in f32, their weights scaled to sum to 1."""
+    """The ``top_k`` experts of softmax(x Wᵀ), in f32, their weights scaled to sum to 1.
+
+    >>> import plumb, torch
+    >>> weights, order, sizes = plumb.nn.Router(4, experts=3, top_k=2)(torch.ones(5, 4))
+    >>> weights.shape, torch.allclose(weights.sum(1), torch.ones(5)), int(sizes.sum())
+    (torch.Size([5, 2]), True, 10)
+    """
 
     weight: nn.Parameter
 
@@ -243,7 +264,14 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, and back. Every token is served: a token's result depends on that token alone."""
+    """Router, experts, and back. Every token is served: a token's result depends on that token alone.
+
+    >>> import plumb, torch
+    >>> moe = plumb.nn.MoE(4, hidden=8, experts=4, top_k=2)
+    >>> x = torch.randn(2, 3, 4)
+    >>> torch.allclose(moe(x)[1], moe(x[1]), atol=1e-6)
+    True
+    """
 
     def __init__(
         self,

@@ -238,6 +238,7 @@ void bind_options(py::module_& module) {
   py::class_<StepInfo>(module, "StepInfo")
       .def_readonly("step", &StepInfo::step)
       .def_readonly("lr", &StepInfo::lr)
+      .def_readonly("group_lrs", &StepInfo::group_lrs)
       .def_readonly("skipped", &StepInfo::skipped)
       .def_readonly("loss_scale", &StepInfo::loss_scale)
       .def_property_readonly("grad_norm", [](const StepInfo& info) { return or_none(info.grad_norm); })
@@ -343,7 +344,20 @@ void bind_engine(py::module_& module) {
       .def(
           "zero_grad", [](Self& self) { (*self).zero_grad(); }, no_gil())
       .def(
-          "set_lr", [](Self& self, double lr) { (*self).set_lr(lr); }, "lr"_a, no_gil())
+          "lr",
+          [](Self& self, std::optional<int> group) { return group ? (*self).lr(*group) : (*self).lr(); },
+          "group"_a = py::none(), no_gil())
+      .def(
+          "set_lr",
+          [](Self& self, double lr, std::optional<int> group) {
+            if (group) {
+              (*self).set_lr(*group, lr);
+            } else {
+              (*self).set_lr(lr);
+            }
+          },
+          "lr"_a, "group"_a = py::none(), no_gil())
+      .def("share_weight", [](Self& self) { return (*self).share_weight(); })
       .def(
           "full_parameter", [](Self& self, const at::Tensor& p) { return (*self).full_parameter(p); }, "parameter"_a,
           no_gil())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import operator
 import pathlib
 import runpy
 import sys
@@ -12,18 +13,23 @@ import pytest
 import plumb
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-#: Values and errors, modules with names of their own, and fully_shard, whose example starts torch.distributed in this process.
-NO_EXAMPLE = {
-    "Error", "LoadInfo", "SaveError", "StepInfo", "nn", "fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx",
-}
+NAMES = [*(name for name in plumb.__all__ if name != "nn"), *(f"nn.{name}" for name in plumb.nn.__all__)]
+#: What is over torch.distributed, which an example starts.
+OVER_PROCESSES = {"fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"}
 
 
-@pytest.mark.parametrize("name", [name for name in plumb.__all__ if name not in NO_EXAMPLE])
+def tried(name: str) -> tuple[int, int]:
+    """How many lines the example in its docstring has, and how many are not true."""
+    example = doctest.DocTestParser().get_doctest(operator.attrgetter(name)(plumb).__doc__ or "", {}, name, None, 0)
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
+    return result.attempted, result.failed
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_example_of(name: str) -> None:
-    text = getattr(plumb, name).__doc__ or ""
-    example = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
-    assert example.examples, f"plumb.{name} has no example"
-    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
+    for attempted, failed in plumb.spawn(tried, 2, (name,)) if name in OVER_PROCESSES else [tried(name)]:
+        assert attempted > 0, f"plumb.{name} has no example"
+        assert failed == 0
 
 
 def run_example(name: str, arguments: list[str]) -> None:

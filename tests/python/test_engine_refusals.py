@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,6 +87,56 @@ def test_what_python_refuses_on_one_rank_is_an_error_on_every_rank() -> None:
     zero, one = plumb.spawn(foreign_optimizer_on_rank_1, 2)
     assert "rank 1 could not set up its engine" in zero and "none of the engine's" in zero
     assert "none of the engine's" in one
+
+
+def on_two_devices() -> list[str]:
+    """One layer of rank 1 alone was left elsewhere."""
+    model = make()
+    if plumb.world().rank == 1:
+        model.last.to("meta")
+    pairs, options = list(model.named_parameters()), plumb._C.Options()
+    builds: tuple[Callable[[], Any], ...] = (
+        lambda: plumb.Engine(pairs, plumb.SGD()),
+        lambda: plumb._C.Engine(plumb.world(), pairs, [], [], plumb.SGD(), options),
+    )
+    said = []
+    for build in builds:
+        with pytest.raises(plumb.Error) as refusal:
+            build()
+        said.append(str(refusal.value))
+    assert compare(plain, strategy="ddp") < 1e-10  # the process can go on
+    return said
+
+
+def test_a_module_on_two_devices_is_an_error_on_every_rank() -> None:
+    for pairs, native in plumb.spawn(on_two_devices, 2, timeout=60):
+        assert "'last.weight' is on the meta device" in pairs, pairs
+        assert "'last.weight' is on meta, the ones before it are on cpu" in native, native
+        assert "a rank's parameters must be on one device" in native, native
+
+
+NO_MODELS: dict[str, Callable[[], Any]] = {
+    "expected a module": lambda: 42,
+    "reset_parameters": Unmade,
+    "lazy module": lambda: nn.LazyLinear(3),
+}
+
+
+def no_model_on_rank_1() -> list[str]:
+    said = []
+    for made in NO_MODELS.values():
+        with pytest.raises(plumb.Error) as refusal:
+            plumb.Engine(made() if plumb.world().rank == 1 else make(), plumb.SGD())
+        said.append(str(refusal.value))
+    assert compare(plain, strategy="ddp") < 1e-10
+    return said
+
+
+def test_what_is_no_model_on_one_rank_is_an_error_on_every_rank() -> None:
+    zero, one = plumb.spawn(no_model_on_rank_1, 2, timeout=60)
+    for expected, there, here in zip(NO_MODELS, zero, one, strict=True):
+        assert expected in here
+        assert expected in there and "rank 1 could not set up its engine" in there, there
 
 
 def changes_the_model() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -313,8 +312,3 @@ def with_engine(strategy: str, fuse: bool, delay: bool) -> tuple[float, float]:
 def test_an_engine_owns_their_gradients(strategy: str, fuse: bool, delay: bool) -> None:
     for far, touched in plumb.spawn(with_engine, 2, (strategy, fuse, delay)):
         assert far < 1e-9 and touched == 0
-
-
-def test_docstrings_are_true() -> None:
-    tried = doctest.testmod(plumb.nn)
-    assert tried.attempted > 0 and tried.failed == 0

@@ -11,13 +11,13 @@ from torch import nn
 import plumb
 from stage import Block, Play, distance, make, reference
 
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+PLACES = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("hsdp", 4)]
 
 
 def token_means(strategy: str, options: dict[str, Any]) -> tuple[float, float]:
     """Ranks and micro-batches of different lengths: one process would divide by the number of all tokens."""
     world = plumb.world()
-    lengths = [[3, 7, 0], [11, 1, 5]]  # by rank and micro-batch
+    lengths = [[3, 7, 0], [11, 1, 5], [2, 0, 4], [0, 0, 0]][: world.size]  # by rank and micro-batch
     model, twin = make(), make()
     engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[Block], clip_norm=0.05, **options)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -38,7 +38,7 @@ def token_means(strategy: str, options: dict[str, Any]) -> tuple[float, float]:
                 engine.backward(loss, weight=len(batch))
         info = engine.step()
         engine.zero_grad()
-        everything = torch.cat([tokens(rank, i) for rank in range(2) for i in range(3)])
+        everything = torch.cat([tokens(rank, i) for rank in range(world.size) for i in range(3)])
         (twin(everything).pow(2).sum() / len(everything)).backward()
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
         assert info.grad_norm is not None
@@ -49,9 +49,9 @@ def token_means(strategy: str, options: dict[str, Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0}], ids=["plain", "scaled"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loss_that_is_a_sum_becomes_the_mean_over_all_tokens(strategy: str, options: dict[str, Any]) -> None:
-    for far, norm in plumb.spawn(token_means, 2, (strategy, options)):
+@pytest.mark.parametrize(("strategy", "ranks"), PLACES)
+def test_a_loss_that_is_a_sum_becomes_the_mean_over_all_tokens(strategy: str, ranks: int, options: dict[str, Any]) -> None:
+    for far, norm in plumb.spawn(token_means, ranks, (strategy, options)):
         assert far < 1e-10 and norm < 1e-6
 
 

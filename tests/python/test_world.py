@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -191,10 +192,43 @@ def test_an_exception_ends_every_rank() -> None:
     assert "rank 1" in first.stderr
 
 
-def test_an_interpreter_without_the_global_lock_is_refused_in_one_line() -> None:
-    program = "import sys; sys._is_gil_enabled = lambda: False; import plumb"
+def refusal_of(program: str, package: str) -> str:
+    """The last line that an interpreter says which imports ``plumb`` and cannot."""
     ended = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": package}, capture_output=True, text=True, timeout=200
     )
     assert ended.returncode != 0
-    assert "ImportError: plumb needs Python's global lock" in ended.stderr.splitlines()[-1]
+    return ended.stderr.splitlines()[-1]
+
+
+def test_an_interpreter_without_the_global_lock_is_refused_in_one_line() -> None:
+    said = refusal_of("import sys; sys._is_gil_enabled = lambda: False; import plumb", PACKAGE)
+    assert "ImportError: plumb needs Python's global lock" in said
+
+
+def test_another_minor_version_of_torch_is_refused_in_one_line() -> None:
+    other = torch.__version__.split(".")[0] + ".1.0"  # which begins as 2.11 does
+    said = refusal_of(f"import torch; torch.__version__ = '{other}'; import plumb", PACKAGE)
+    assert said == (
+        f"ImportError: plumb was built with torch {plumb._C.torch_version}, and this is torch {other}; install plumb again with it"
+    )
+
+
+def test_another_patch_of_the_same_torch_is_taken() -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.__version__ = '{minor}.99+other'; import plumb"],
+        env={**os.environ, "PYTHONPATH": PACKAGE}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_library_that_does_not_load_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:
+    """As one that wants symbols which another torch does not have."""
+    built, package = pathlib.Path(plumb._C.__file__), tmp_path / "plumb"
+    package.mkdir()
+    shutil.copy(pathlib.Path(plumb.__file__), package)
+    (package / built.name).write_bytes(built.read_bytes()[:64])
+    said = refusal_of("import plumb", str(tmp_path))
+    assert said.startswith(f"ImportError: plumb was built with another torch than the one installed, {torch.__version__};"), said
+    assert built.name in said, said
