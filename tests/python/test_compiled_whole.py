@@ -15,7 +15,9 @@ import plumb
 from plumb import _C, compiled, compiled_units
 from programs import ROWS
 from stage import STEP, ZERO, Block, Net, Play, distance, make
-from test_compiled import AOT_EAGER, NO_KERNELS, compare, engine_for, shapes_that_change, two_producers, unused_outputs
+from test_compiled import (
+    AOT_EAGER, NO_KERNELS, chooses, compare, engine_for, shapes_that_change, two_producers, unused_outputs, used_inside_on_one_rank_only,
+)  # fmt: skip
 
 LAYERS = 3
 
@@ -105,8 +107,9 @@ def whole(strategy: str) -> dict[str, float]:
         cases["by inductor"] = lambda: compare(ROWS["plain"], strategy, world, inductor)
     if strategy == "zero3":
         cases["plain"] = lambda: compare(ROWS["plain"], strategy, world, one)
-        for name in ("two backwards, accumulating", "forward, forward, backward, backward", "used on one rank only"):
+        for name in ("two backwards, accumulating", "forward, forward, backward, backward"):
             cases[name] = functools.partial(compare, ROWS[name], strategy, world, one)
+        cases["used inside on one rank only"] = lambda: compare(used_inside_on_one_rank_only, strategy, world, one, chooses)
         cases["without gradients"] = lambda: compare(looks_before, strategy, world, one)
         cases["shapes that change"] = lambda: compare(shapes_that_change, strategy, world, dynamic)
         cases["unused outputs"] = lambda: compare(unused_outputs, strategy, world, one)
