@@ -57,6 +57,16 @@ class Regions(Deep):
         return self.last(x)
 
 
+class Sliced(Deep):
+    """Units in a list that the graph makes for itself, as Llama does."""
+
+    def forward(self, x: torch.Tensor, around: Any = None) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks[:2]:
+            x = block(x)
+        return self.last(x)
+
+
 @torch.compiler.nested_compile_region
 def region(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return block(x)
@@ -114,6 +124,7 @@ def whole(strategy: str) -> dict[str, float]:
         cases["shapes that change"] = lambda: compare(shapes_that_change, strategy, world, dynamic)
         cases["unused outputs"] = lambda: compare(unused_outputs, strategy, world, one)
         cases["two producers"] = lambda: compare(two_producers, strategy, world, one)
+        cases["units in a slice"] = lambda: compare(ROWS["plain"], strategy, world, one, of(Sliced))
         cases["units run twice, and tied"] = lambda: compare(ROWS["plain"], strategy, world, one, of(Again))
     far = {name: case() for name, case in cases.items()}
     assert compiled.gathers().times > 0, "graphs gathered nothing"
@@ -150,8 +161,8 @@ def most_gathered(kind: type[Net], backend: Any, transport: str) -> tuple[list[R
         return tensor
 
     with engine_for(model, "zero3", world, gather_ahead_bytes=unit) as engine:
-        if backend == "no kernels":
-            seen = torch.compile(model, fullgraph=True, options=NO_KERNELS)
+        if isinstance(backend, dict):
+            seen = torch.compile(model, fullgraph=True, options=backend)
         else:
             seen = torch.compile(model, backend=backend, fullgraph=True)
         for i in range(3):
@@ -175,10 +186,12 @@ def most_gathered(kind: type[Net], backend: Any, transport: str) -> tuple[list[R
         return rows, saved, distance(engine, model, twin)
 
 
+#: Inductor lays tensors of a graph into pools of its own, for as long as they live.
+PLANNED = {"memory_planning": True}
 CASES = [
     (Deep, AOT_EAGER, "shm"), (Deep, AOT_EAGER, "gloo"), (Deep, "aot_eager", "shm"), (Deep, "inductor", "shm"),
-    (Deep, "inductor", "gloo"), (Checkpointed, AOT_EAGER, "shm"), (Checkpointed, "no kernels", "shm"), (Halves, AOT_EAGER, "shm"), (Again, AOT_EAGER, "shm"),
-    (Regions, AOT_EAGER, "shm"), (Regions, "no kernels", "shm"),
+    (Deep, "inductor", "gloo"), (Checkpointed, AOT_EAGER, "shm"), (Checkpointed, NO_KERNELS, "shm"), (Halves, AOT_EAGER, "shm"), (Again, AOT_EAGER, "shm"),
+    (Regions, AOT_EAGER, "shm"), (Regions, NO_KERNELS, "shm"), (Deep, PLANNED, "shm"), (Deep, PLANNED, "gloo"),
 ]  # fmt: skip
 
 
