@@ -1,7 +1,10 @@
-"""When a compiled backward hands its gradients over, by what it has computed until then, and how many reductions have begun beside it."""
+"""When a compiled backward hands its gradients over, by what it has computed until then, and how many reductions have begun beside it;
+and what is written down of it."""
 
 from __future__ import annotations
 
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +77,33 @@ def test_reductions_begin_while_a_compiled_backward_runs(strategy: str, backend:
 def test_without_deliveries_inside_a_compiled_backward_hands_everything_over_at_its_end() -> None:
     delivered, begun, buckets, at = plumb.spawn(overlap, 2, (False, "ddp", AOT_EAGER))[0]
     assert not any(delivered) and begun[-1] < buckets - 2 and at == [], (delivered, begun, at)
+
+
+def dumps() -> tuple[int, list[tuple[int, str]]]:
+    world = plumb.World.join(backend="shm", timeout=100)
+    model = make()
+    for inside in (True, False):
+        compiled.deliver_inside = inside
+        torch._dynamo.reset()
+        with engine_for(model, "ddp", world) as engine:
+            Play(torch.compile(model, backend=AOT_EAGER), world.rank, 2, 1.0, engine).loss(0).backward()
+    return os.getpid(), [(len(made.deliveries), made.code) for made in compiled.explain()]
+
+
+def test_a_folder_that_is_named_gets_every_backward_and_what_was_put_into_it(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "not" / "there"
+    expected = {}
+    for number, backwards in plumb.spawn(dumps, 2, env={"PLUMB_COMPILE_DUMP": str(folder)}):
+        assert [found for found, _ in backwards] == [GRADIENTS, 0]
+        expected.update({f"backward-{number}-{i}.txt": one for i, one in enumerate(backwards)})
+    assert {path.name for path in folder.iterdir()} == expected.keys()
+    for name, (found, code) in expected.items():
+        lines = (folder / name).read_text().splitlines()
+        assert lines[0] == (f"# {GRADIENTS} deliveries" if found else "# plumb.compiled.deliver_inside is False")
+        assert [line.startswith("Delivery(argument=") for line in lines[1 : found + 2]] == [True] * found + [False]
+        assert "\n".join(lines[found + 1 :]).strip() == code.strip() and code.count("torch.ops.plumb.deliver.output") == found
+
+
+def test_nothing_is_written_where_no_folder_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(plumb.spawn(dumps, 2, env={"PLUMB_COMPILE_DUMP": ""})) == 2 and not list(tmp_path.iterdir())
