@@ -163,8 +163,8 @@ def _notice_in_graphs() -> None:
         if id(module) in {*watched()}:
             module_outside(module, name, child)
 
-    torch.compiler.substitute_in_graph(replaced._notice)(notice)  # type: ignore[arg-type]
-    torch.compiler.substitute_in_graph(replaced._notice_module)(notice_module)  # type: ignore[arg-type]
+    torch.compiler.substitute_in_graph(replaced._notice)(notice)
+    torch.compiler.substitute_in_graph(replaced._notice_module)(notice_module)
 
 
 def install() -> None:
