@@ -144,6 +144,29 @@ def _open_region(tracer: Any) -> None:
         tracer = tracer.parent
 
 
+def _notice_in_graphs() -> None:
+    """A module that a graph makes for itself (``self.layers[:2]`` is one) is no engine's: registering something in it says nothing."""
+    disable: Any = torch._dynamo.disable
+    reason = "plumb looks at what came into a model outside of compiled graphs: put modules and parameters in their places there"
+    outside, module_outside = disable(replaced._notice, reason=reason), disable(replaced._notice_module, reason=reason)
+
+    def watched() -> tuple[int, ...]:
+        return replaced.watched()
+
+    watched = torch._dynamo.assume_constant_result(watched)  # type: ignore[no-untyped-call]
+
+    def notice(module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+        if module._parameters.get(attribute) is not None or id(module) in {*watched()}:
+            outside(module, attribute, parameter)
+
+    def notice_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if id(module) in {*watched()}:
+            module_outside(module, name, child)
+
+    torch.compiler.substitute_in_graph(replaced._notice)(notice)
+    torch.compiler.substitute_in_graph(replaced._notice_module)(notice_module)
+
+
 def install() -> None:
     """From now on a unit that is traced into a whole graph leaves its mark there; elsewhere the graph breaks around it."""
     import torch._dynamo
@@ -153,6 +176,7 @@ def install() -> None:
 
     skip_code(replaced._notice.__code__)
     skip_code(replaced._notice_module.__code__)
+    _notice_in_graphs()
     disable: Any = torch._dynamo.disable
     if not hasattr(functorch, "joint_custom_pass"):
         for hook in (units._Enter, units._Leave):

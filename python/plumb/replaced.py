@@ -37,6 +37,11 @@ def _hook() -> None:
         register_module_module_registration_hook(_notice_module)
 
 
+def watched() -> tuple[int, ...]:
+    """The modules that belong to models of engines, by identity."""
+    return tuple({number for one in (house() for house in _houses) if one is not None for number in one.modules})
+
+
 class Newcomers:
     """Parameters that came into a model after its engine was built, in no other's place: of a new module, or a new name.
 

@@ -129,6 +129,32 @@ def two_producers(play: Play) -> Iterator[Any]:
         yield ZERO
 
 
+class Chooses(Net):
+    """Its block in the middle is used where the caller says so."""
+
+    def forward(self, x: torch.Tensor, around: Any = None, middle: bool = True) -> torch.Tensor:
+        x = self.blocks[0](self.first(x))
+        if middle:
+            x = self.blocks[1](x)
+        return self.last(x)
+
+
+def chooses() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return Chooses().double()
+
+
+def used_inside_on_one_rank_only(play: Play) -> Iterator[Any]:
+    """By the compiled forward; then by the other rank's, by everybody's and by nobody's."""
+    for i, used in enumerate([play.rank == 0, play.rank == 1, True, False]):
+        before = compiled.counts().delivered
+        play.backward(play.loss(i, middle=used))
+        here = compiled.counts().delivered - before
+        assert play.engine is None or here >= 6 * (1 + used), f"{here} gradients were delivered, the middle one {'' if used else 'not '}used"
+        yield STEP
+        yield ZERO
+
+
 def differentiated_by_hand(play: Play) -> Iterator[Any]:
     """autograd.grad gets the gradients, and leaves .grad alone; a backward after it is a backward."""
     wanted = [play.model.last.weight, play.model.first.bias]
@@ -238,6 +264,7 @@ def special(strategy: str) -> dict[str, float | str]:
         "dynamic shapes": lambda: compare(shapes_that_change, strategy, world, dynamic),
         "unused outputs": lambda: compare(unused_outputs, strategy, world, whole),
         "two producers": lambda: compare(two_producers, strategy, world, whole),
+        "used inside on one rank only": lambda: compare(used_inside_on_one_rank_only, strategy, world, whole, chooses),
         "autograd.grad": lambda: compare(differentiated_by_hand, strategy, world, whole),
         "branches": lambda: compare(plain, strategy, world, whole, branches),
         "used after its gradient": lambda: compare(plain, strategy, world, whole, single),
@@ -271,8 +298,10 @@ def test_what_only_compiled_models_do_is_what_one_process_computes(strategy: str
 
 def core(strategy: str) -> tuple[dict[str, float], int]:
     world = plumb.World.join(backend="shm", timeout=200)
-    names = ["plain", "two backwards, accumulating", "forward, forward, backward, backward", "used on one rank only"]
+    names = ["plain", "two backwards, accumulating", "forward, forward, backward, backward"]
     far = {name: compare(ROWS[name], strategy, world, torch.compile) for name in names}
+    no_kernels = functools.partial(torch.compile, options=NO_KERNELS)
+    far["used inside on one rank only"] = compare(used_inside_on_one_rank_only, strategy, world, no_kernels, chooses)
     return far, compiled.counts().delivered
 
 

@@ -9,8 +9,7 @@ import torch
 import pytest
 
 import plumb
-from plumb import compiled
-from stage import STEP, ZERO, Play, distance, make, reference, trained
+from stage import STEP, ZERO, Block, Net, Play, distance, make, one_step, reference, trained
 from test_compiled import AOT_EAGER, engine_for
 
 
@@ -58,8 +57,8 @@ def test_compiled_code_does_not_take_a_piece_for_a_whole_gradient(backend: str) 
     plumb.spawn(reads_pieces, 2, (backend,), timeout=200)
 
 
-def fails_in_the_middle(strategy: str) -> None:
-    """A compiled backward that throws on one rank, after some of its gradients were delivered."""
+def hook_throws(strategy: str) -> None:
+    """A hook that throws on one rank, behind one of two compiled backwards (``test_compiled_failures.py`` has those that throw themselves)."""
     world = plumb.World.join(backend="shm", timeout=30)
     model = make()
     with engine_for(model, strategy, world) as engine:
@@ -80,8 +79,8 @@ def fails_in_the_middle(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_compiled_backward_that_fails_is_everybodys_failure(strategy: str) -> None:
-    plumb.spawn(fails_in_the_middle, 2, (strategy,), timeout=100)
+def test_a_hook_that_throws_behind_a_compiled_backward_is_everybodys_failure(strategy: str) -> None:
+    plumb.spawn(hook_throws, 2, (strategy,), timeout=100)
 
 
 def different_graphs() -> float:
@@ -155,9 +154,28 @@ def test_a_backward_never_becomes_part_of_a_graph(strategy: str) -> None:
         assert "one that is part of a graph would not be reduced" in told, told
 
 
-def test_a_backend_that_nobody_knows_is_torchs_error() -> None:
-    with pytest.raises(Exception, match="nobody_knows"):
-        torch.compile(make(), backend="nobody_knows")
+def unknown_backend(by_operation: str) -> tuple[str, float]:
+    """Where it is asked for, or at the first forward; and then the model trains as ever."""
+    world = plumb.World.join(backend="shm", timeout=30)
+    model, twin = make(), make()
+    with engine_for(model, "zero2", world) as engine:
+        with pytest.raises(Exception) as told:
+            if by_operation == "torch.compile":
+                torch.compile(model, backend="nobody_knows")
+            else:
+                model.blocks[0].compile(backend="nobody_knows")
+                Play(model, world.rank, 2, 1.0, engine).loss(0)
+        model.blocks[0]._compiled_call_impl = None
+        seen = torch.compile(model, backend=AOT_EAGER)
+        trained(seen, one_step(1), engine)
+        reference(twin, one_step(1), 2, torch.optim.SGD(twin.parameters(), lr=0.1))
+        return str(told.value), distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("by_operation", ["torch.compile", "module.compile"])
+def test_a_backend_that_nobody_knows_is_an_error_on_every_rank(by_operation: str) -> None:
+    for told, far in plumb.spawn(unknown_backend, 2, (by_operation,), timeout=100):
+        assert "nobody_knows" in told and far < 1e-10, told
 
 
 def test_a_delivery_outside_of_a_compiled_backward_is_an_error() -> None:
@@ -165,31 +183,35 @@ def test_a_delivery_outside_of_a_compiled_backward_is_an_error() -> None:
         torch.ops.plumb.deliver.output(torch.ones(2), 0)
 
 
-def overlap(inside: bool) -> tuple[int, int, list[float]]:
-    """Reductions begun when the compiled backward returns, of how many, and where in its graph gradients are delivered."""
-    compiled.deliver_inside = inside
+class Grows(Net):
+    """Its forward takes in a block that it was given after its engine was built."""
+
+    late: torch.nn.Module | None = None
+
+    def forward(self, x: torch.Tensor, around: Any = None) -> torch.Tensor:
+        if self.late is not None:
+            self.blocks.append(self.late)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.first(x))
+
+
+def grows(whole_graph: bool) -> tuple[str, int]:
     world = plumb.World.join(backend="shm", timeout=30)
-    model = make()
+    model = Grows().double()
     with engine_for(model, "ddp", world) as engine:
-        seen = torch.compile(model, backend=AOT_EAGER)
-        begun = (0, 0)
-        for i in range(3):
-            x = Play(model, world.rank, 2, 1.0).data(i).requires_grad_()
-
-            def look(gradient: torch.Tensor) -> None:
-                nonlocal begun
-                begun = engine._engine.reductions
-
-            x.register_hook(look)  # runs when the graph has returned, before anything it returned is accumulated
-            seen(x).pow(2).mean().backward()
+        play = Play(torch.compile(model, backend=AOT_EAGER, fullgraph=whole_graph), world.rank, 2, 1.0, engine)
+        play.backward(play.loss(0))
+        engine.step()
+        object.__setattr__(model, "late", Block().double())  # which is no module of it yet
+        with pytest.raises((plumb.Error, RuntimeError)) as told:
+            play.backward(play.loss(1))
             engine.step()
-            engine.zero_grad()
-        return *begun, [one.at for made in compiled.explain() for one in made.deliveries]
+        return str(told.value), len(model.blocks)
 
 
-def test_reductions_begin_while_a_compiled_backward_runs() -> None:
-    before, _, nowhere = plumb.spawn(overlap, 2, (False,))[0]
-    now, buckets, at = plumb.spawn(overlap, 2, (True,))[0]
-    assert buckets >= 4 and now >= buckets - 2, (now, buckets)
-    assert before < now and nowhere == []
-    assert at[0] < 0.4 < at[len(at) // 2] < 0.8, at
+@pytest.mark.parametrize("whole_graph", [False, True])
+def test_a_module_that_a_compiled_forward_takes_in_is_noticed(whole_graph: bool) -> None:
+    for rank, (told, blocks) in enumerate(plumb.spawn(grows, 2, (whole_graph,), timeout=100)):
+        expected = "outside of compiled graphs" if whole_graph else f"rank {rank}: parameter 'blocks.3.norm.weight' came into the model"
+        assert expected in told and blocks == (3 if whole_graph else 4), told

@@ -287,15 +287,18 @@ def test_a_compiled_step_of_an_optimizer_is_a_step() -> None:
 # ---- modes
 
 
-def in_mode(mode: str) -> tuple[float, int]:
+def in_mode(mode: str, strategy: str, fullgraph: bool) -> tuple[float, int, int]:
     world = plumb.World.join(backend="shm", timeout=200)
-    far = compare(ROWS["plain"], "zero2", world, functools.partial(torch.compile, mode=mode))
-    return far, compiled.counts().delivered
+    far = compare(ROWS["plain"], strategy, world, functools.partial(torch.compile, mode=mode, fullgraph=fullgraph))
+    return far, compiled.counts().delivered, compiled.gathers().times
 
 
-def test_a_mode_that_asks_for_cuda_graphs_delivers_where_there_is_no_gpu() -> None:
-    for far, delivered in plumb.spawn(in_mode, 2, ("reduce-overhead",), timeout=500):
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("strategy,fullgraph", [("ddp", False), ("zero2", False), ("zero3", True)])
+def test_a_mode_that_asks_for_cuda_graphs_delivers_where_there_is_no_gpu(strategy: str, fullgraph: bool, mode: str) -> None:
+    for far, delivered, gathers in plumb.spawn(in_mode, 2, (mode, strategy, fullgraph), timeout=500):
         assert far < 1e-10 and delivered == 3 * 22
+        assert gathers == (3 * 2 * 3 if strategy == "zero3" else 0)  # steps, forward and backward, units
 
 
 def test_a_backward_that_may_become_a_cuda_graph_returns_its_gradients() -> None:

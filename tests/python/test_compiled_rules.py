@@ -10,7 +10,7 @@ import torch
 
 import plumb
 from plumb import compiled
-from test_compiled import AOT_EAGER, STRATEGIES
+from test_compiled import AOT_EAGER, NO_KERNELS, STRATEGIES
 
 UNSET = "unset"
 RULES: list[Any] = [UNSET, torch.float32, torch.bfloat16, None]
@@ -30,13 +30,13 @@ class Low(torch.nn.Module):
         return (self.weight.float() * factor).sum() + self.bias.sum().float()
 
 
-def gradient(strategy: str, road: str, rule: Any, later: bool, backend: Any) -> tuple[torch.dtype, float, torch.dtype]:
-    """The whole reduced gradient's dtype and value, and the neighbour's dtype. ``later``: the rule is set after a pass."""
+def gradient(strategy: str, road: str, rule: Any, later: bool, how: dict[str, Any]) -> tuple[torch.dtype, float, torch.dtype]:
+    """The whole reduced gradient's dtype and value, and the neighbour's dtype. ``later``: the rule is set after a pass. ``how`` it is compiled."""
     world = plumb.world()
     model = torch.nn.Sequential(Low())
     weight, bias = model[0].weight, model[0].bias
     with plumb.Engine(model, None, strategy=strategy, units=[Low]) as engine:
-        seen = torch.compile(model, backend=backend) if road == "compiled" else model
+        seen = torch.compile(model, **how) if road == "compiled" else model
         factor = torch.full((5, 7), 1.0 + FINE * (world.rank + 1))
 
         def once() -> None:
@@ -60,10 +60,10 @@ def gradient(strategy: str, road: str, rule: Any, later: bool, backend: Any) -> 
         return whole.dtype, float(whole.double().flatten()[0]), other.dtype
 
 
-def table(strategy: str, backend: Any) -> list[tuple[Any, ...]]:
+def table(strategy: str, how: dict[str, Any], roads: list[str] = ROADS) -> list[tuple[Any, ...]]:
     return [
-        (road, rule, later, *gradient(strategy, road, rule, later, backend))
-        for road in ROADS
+        (road, rule, later, *gradient(strategy, road, rule, later, how))
+        for road in roads
         for rule in RULES
         for later in (False, True)
     ]
@@ -83,13 +83,24 @@ def check(rows: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_road_obeys_the_leafs_rule(strategy: str) -> None:
-    for rows in plumb.spawn(table, 2, (strategy, AOT_EAGER), timeout=200):
+    for rows in plumb.spawn(table, 2, (strategy, {"backend": AOT_EAGER}), timeout=200):
         check(rows)
 
 
 def test_the_default_backend_obeys_the_leafs_rule() -> None:
-    for rows in plumb.spawn(table, 2, ("zero2", "inductor"), timeout=300):
+    for rows in plumb.spawn(table, 2, ("zero2", {}), timeout=300):
         check(rows)
+
+
+def in_one_graph(how: dict[str, Any]) -> tuple[list[tuple[Any, ...]], int]:
+    return table("zero3", {"fullgraph": True, **how}, ["compiled"]), compiled.gathers().times
+
+
+@pytest.mark.parametrize("how", [{"backend": AOT_EAGER}, {"options": NO_KERNELS}], ids=["by operator", "by inductor"])
+def test_one_graph_of_sharded_units_obeys_the_leafs_rule(how: dict[str, Any]) -> None:
+    for rows, gathers in plumb.spawn(in_one_graph, 2, (how,), timeout=300):
+        check(rows)
+        assert gathers >= len(rows) == 2 * len(RULES), "graphs gathered nothing: the weights were not sharded inside of them"
 
 
 def accumulates(strategy: str) -> float:

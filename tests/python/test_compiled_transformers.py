@@ -55,11 +55,11 @@ def batch(kind: str, rank: int, i: int) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words}
 
 
-def trains(kind: str, strategy: str, backend: Any) -> tuple[float, int]:
+def trains(kind: str, strategy: str, how: str) -> tuple[float, int, int]:
     world = plumb.World.join(backend="shm", timeout=200)
     model, twin = make(kind), make(kind)
     with plumb.Engine(model, plumb.SGD(lr=0.1), strategy=strategy, units=[UNITS[kind]], world=world) as engine:
-        seen = torch.compile(model, options=NO_KERNELS) if backend == "inductor" else torch.compile(model, backend=backend)
+        seen = torch.compile(model, **HOW[how])
         optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
         for i in range(3):
             seen(**batch(kind, world.rank, i)).loss.backward()
@@ -72,19 +72,25 @@ def trains(kind: str, strategy: str, backend: Any) -> tuple[float, int]:
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         far = max(float((engine.full_parameter(mine) - other).abs().max()) for mine, other in pairs)
         assert engine.gathered_bytes == 0
-        return far, compiled.counts().delivered
+        return far, compiled.counts().delivered, compiled.gathers().times
 
 
+HOW: dict[str, dict[str, Any]] = {
+    "by operator": {"backend": AOT_EAGER}, "by operator, in one graph": {"backend": AOT_EAGER, "fullgraph": True},
+    "by inductor": {"options": NO_KERNELS}, "by inductor, in one graph": {"options": NO_KERNELS, "fullgraph": True},
+}  # fmt: skip
 CASES = [
-    ("llama", "zero3", AOT_EAGER), ("gpt2", "ddp", AOT_EAGER), ("gpt2", "zero3", AOT_EAGER),
-    ("mixtral", "zero3", AOT_EAGER), ("resnet", "zero3", AOT_EAGER), ("llama", "ddp", "inductor"),
+    ("llama", "zero3", "by operator"), ("gpt2", "ddp", "by operator"), ("gpt2", "zero3", "by operator"),
+    ("mixtral", "zero3", "by operator"), ("resnet", "zero3", "by operator"), ("llama", "ddp", "by inductor"),
+    ("gpt2", "zero3", "by inductor"), ("llama", "ddp", "by operator, in one graph"), ("llama", "zero3", "by inductor, in one graph"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind,strategy,backend", CASES)
-def test_a_compiled_model_of_transformers_is_what_one_process_computes(kind: str, strategy: str, backend: Any) -> None:
-    for far, delivered in plumb.spawn(trains, 2, (kind, strategy, backend), timeout=500):
+@pytest.mark.parametrize("kind,strategy,how", CASES)
+def test_a_compiled_model_of_transformers_is_what_one_process_computes(kind: str, strategy: str, how: str) -> None:
+    for far, delivered, gathers in plumb.spawn(trains, 2, (kind, strategy, how), timeout=500):
         assert far < 2e-6 and delivered > 0
+        assert gathers == (3 * 2 * 2 if strategy == "zero3" and how.endswith("in one graph") else 0)  # steps, forward and backward, blocks
 
 
 # ---- their Trainer
