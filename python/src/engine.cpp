@@ -344,8 +344,7 @@ void bind_engine(py::module_& module) {
       .def(
           "zero_grad", [](Self& self) { (*self).zero_grad(); }, no_gil())
       .def(
-          "lr",
-          [](Self& self, std::optional<int> group) { return group ? (*self).lr(*group) : (*self).lr(); },
+          "lr", [](Self& self, std::optional<int> group) { return group ? (*self).lr(*group) : (*self).lr(); },
           "group"_a = py::none(), no_gil())
       .def(
           "set_lr",
