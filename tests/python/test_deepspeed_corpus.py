@@ -74,13 +74,15 @@ def compare(name: str, way: str, stage: int) -> float:
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     play = Driven(engine, way)
+    before = None
     for yielded in PATTERNS[name](play):
         if yielded == STEP:
             play.step()
-        elif yielded == ZERO:
-            engine.zero_grad()
-        else:
+        elif yielded != ZERO:
             yielded(model)
+        elif before != STEP:  # which clears by itself
+            engine.zero_grad()
+        before = yielded
     reference(twin, PATTERNS[name], engine.world_size, torch.optim.SGD(twin.parameters(), lr=0.1))
 
     def away(other: nn.Module) -> float:
