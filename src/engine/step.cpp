@@ -161,7 +161,8 @@ void Engine::Impl::refuse_nonfinite() {
     for (size_t i = 0; i < finite.size(); ++i) finite[i] = std::min(finite[i], all[rank][i]);
     if (all[rank].back() >= first) continue;
     first = all[rank].back();
-    origin = " (that of rank " + std::to_string(rank) + " was not, before it was summed)";
+    origin = " (that of rank " + std::to_string(rank) + " was not, in backward " + std::to_string(first) +
+             ", before it was summed)";
   }
   std::string names;
   size_t count = 0;

@@ -26,6 +26,7 @@ class Cable {
   }
   bool works() const { return works_; }
   void pull() { EXPECT_TRUE(run("ip -n " + a_ + " link set plumb0 down")); }
+  void plug() { EXPECT_TRUE(run("ip -n " + a_ + " link set plumb0 up")); }
   std::vector<std::string> inside(int end) const { return {"ip", "netns", "exec", end == 0 ? a_ : b_}; }
 
  private:
