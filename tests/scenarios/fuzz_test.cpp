@@ -36,7 +36,8 @@ TEST(Fuzz, RandomProgramsEqualTheReference) {
 // As they are drawn now: where the fuzzer learns other moves, others come in their place.
 TEST(Fuzz, ProgramsThatOnceFailedAreRight) {
   // Ranks that ask before they gather waited for a reduction inside of a backward, for one whose hook needed their shards first.
-  for (const uint64_t seed : {440635802}) {
+  // A constant gradient less its mean was compared, which is rounding alone.
+  for (const uint64_t seed : {440635802, 591262698}) {
     const FuzzCase one = random_case(seed);
     EXPECT_EQ(play(one), "") << tell(one);
   }

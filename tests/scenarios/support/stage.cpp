@@ -293,7 +293,7 @@ std::string difference(const Outcome& expected, const Outcome& found, double tol
       const at::Tensor a = expected_value.is_sparse() ? expected_value.to_dense().to(wide) : expected_value.to(wide);
       const double scale = a.abs().max().item<double>() + 1e-6;
       const double error = (value.to(wide) - a).abs().max().item<double>() / scale;
-      if (!(error <= tolerance)) return c10::str(what, " '", name, "' differs by ", error, " relative");
+      if (!(error <= tolerance)) return c10::str(what, " '", name, "' differs by ", error, " of ", scale);
     }
     return {};
   };
