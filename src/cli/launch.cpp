@@ -71,9 +71,11 @@ Meeting::Meeting() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   socklen_t length = sizeof(address);
   const bool ok = fd_ >= 0 && bind(fd_, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
                   getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  const int error = errno;
-  if (!ok) leave();
-  if (!ok) throw Error(std::string("no free port on this machine: ") + std::strerror(error));
+  if (!ok) {
+    const int error = errno;
+    leave();
+    throw Error(std::string("no free port on this machine: ") + std::strerror(error));
+  }
   port_ = ntohs(address.sin_port);
 }
 

@@ -18,8 +18,7 @@ struct Place {
   bool store_is_hosted = false;              // the launcher serves the store; every rank is a client
   std::string attempt = "0";                 // of this world: a restarted one must not read the last one's keys
   std::string size_variable = "WORLD_SIZE";  // where the size stood
-  int bound =
-      -1;  // a socket that the launcher has bound to the port for rank 0, so that nobody takes it meanwhile; or -1
+  int bound = -1;     // rank 0's: a socket that its launcher has bound to the port, so that nobody takes it meanwhile
   std::string job{};  // what the launcher calls the job, the same on all its ranks; empty where it has no name for it
 };
 
