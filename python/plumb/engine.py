@@ -53,7 +53,7 @@ class Engine:
         schedule: of the learning rate (Plumb's optimizers).
         gather_ahead_bytes: where sharded parameters travel, units that are used next are gathered before their use, and kept
             after it, as many bytes of whole parameters as this.
-        ask_before_gathers: where sharded parameters travel, ranks may use different units, for a message before each gather.
+        ask_before_gathers: where sharded parameters travel, ranks may use different units, for a message before each window of gathers.
         deterministic: the same bits on every number of ranks and in every strategy, of ``virtual_ranks / ranks`` backwards a
             step, each of a share's mean loss times ``engine.share_weight()``.
 

@@ -23,7 +23,7 @@ void Reducer::serve_gathers(Where::Kind kind) {
 }
 
 Reducer::Progress Reducer::progress() const {
-  return {2 * passes_ + (pass_ ? 1 : 0), pass_ ? static_cast<int64_t>(traffic_.launched()) : 0};
+  return {2 * passes_ + (pass_ ? 1 : 0), static_cast<int64_t>(traffic_.launched())};
 }
 
 void Reducer::part_ways(int64_t launched) {

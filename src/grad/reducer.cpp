@@ -352,6 +352,7 @@ void Reducer::close_synced_pass(OpenPass& pass) {
     traffic_.reduce_and_wait(late, where);
     adopt(all);
   });
+  traffic_.restart();  // up to here it says how much was begun, also to ranks that still gather
   if (!pass.failure) pass.failure = summing_->take_failure();
   held_ = false;
   gradients_agreed();

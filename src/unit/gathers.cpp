@@ -28,16 +28,38 @@ void Gathers::fill(Home& home) {
   // Memory of the engine's, whatever transform of torch.func asks for it.
   const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
-  if (home.peers.empty()) return gather_together(home);
-  gather(home);
+  home.peers.empty() ? gather_together(home) : read_in_place(home);
+}
+
+void Gathers::read_in_place(Home& home) {
+  at::NoGradGuard no_grad;
+  const Alone alone(home.lanes, home.whole.device());
+  try {
+    begin(home);
+    home.lend();
+    home.versions = home.versions_now();
+    const int64_t part = home.bucket.held.size();
+    for (size_t r = 0; r < home.peers.size(); ++r) {
+      home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
+    }
+  } catch (...) {
+    home.release();  // nobody takes it for whole
+    throw;
+  }
 }
 
 void Gathers::gather_together(Home& home) {
-  if (!home.named) return ask_to_gather(home);
   home.ahead = false;
-  order_.after(home.bucket.index);
+  order_.use(home.bucket.index);
   look_ahead();
-  send_ahead(home.full ? nullptr : &home);
+  std::vector<Home*> wanted = due(home);
+  if (!home.named) {
+    if (!home.full || !wanted.empty()) take_part(&home, wanted, place_of(home));
+  } else {
+    for (Home* ahead : wanted) ahead->ahead = true;
+    if (!home.full) wanted.insert(wanted.begin(), &home);
+    send_for(wanted);
+  }
   receive(home);
   if (!home.lent) {
     home.lend();
@@ -63,36 +85,36 @@ void Gathers::look_ahead() {
   }
 }
 
-// Sends for `first`, and for the window once less than half of it is there. Small neighbours are one message.
-void Gathers::send_ahead(Home* first) {
-  std::vector<Home*> wanted;
-  if (first != nullptr) wanted.push_back(first);
+// Of the window, what is to be gathered now: all that is not there, with `now` if that is not, or once less than half of it is there.
+std::vector<Home*> Gathers::due(const Home& now) const {
+  std::vector<Home*> missing;
   int64_t there = 0, all = 0;
-  for (const Home* home : soon_) {
+  for (Home* home : soon_) {
+    if (home->named != now.named) continue;  // of another device
     all += home->bytes();
     if (home->full) there += home->bytes();
+    if (!home->full && home != &now) missing.push_back(home);
   }
-  if (first != nullptr || 2 * there <= all) {
-    for (Home* home : soon_) {
-      if (home->full || home == first) continue;
-      home->ahead = true;
-      wanted.push_back(home);
-    }
-  }
+  if (now.full && 2 * there > all) missing.clear();
+  return missing;
+}
+
+// Small neighbours are one message.
+void Gathers::send_for(const std::vector<Home*>& homes) {
   std::vector<Home*> message;
   int64_t bytes = 0;
-  for (Home* home : wanted) {
+  for (Home* home : homes) {
     if (!message.empty() && bytes + home->bytes() > kTogether) {
-      send_for(std::exchange(message, {}));
+      send_message(std::exchange(message, {}));
       bytes = 0;
     }
     message.push_back(home);
     bytes += home->bytes();
   }
-  if (!message.empty()) send_for(message);
+  if (!message.empty()) send_message(message);
 }
 
-void Gathers::send_for(const std::vector<Home*>& homes) {
+void Gathers::send_message(const std::vector<Home*>& homes) {
   at::NoGradGuard no_grad;
   std::vector<Group::Part> parts;
   Digest what;
@@ -127,48 +149,35 @@ void Gathers::lose() {
   }
 }
 
-// Asks before every gather, where a backend would mix up what ranks gather. What everybody expects to use next is gathered
-// ahead.
-void Gathers::ask_to_gather(Home& home) {
-  int64_t next = order_.after(home.bucket.index);
-  if (next >= 0) {
-    const Home& expected = *home_of_bucket_.at(static_cast<int>(next));
-    if (&expected == &home || (expected.full && !expected.ahead)) next = -1;  // it is there
-  }
-  take_part(&home, next, place_of(home));
-  home.ahead = false;
-  release_ahead();
-  if (next >= 0) {
-    Home& ahead = *home_of_bucket_.at(static_cast<int>(next));
-    gather(ahead);
-    ahead.ahead = true;
-  }
-  receive(home);
-}
-
 void Gathers::serve(const Where& where) {
-  int64_t nothing = -1;
-  while (take_part(nullptr, nothing, where)) {
+  while (take_part(nullptr, {}, where)) {
   }
 }
 
 // Ranks say what they want, and all of them gather whatever somebody needs, in the order of who asked first: those who do not
-// need it lend their shard. False: nobody wanted anything. `next` becomes -1 unless all want the same now and expect that one.
-bool Gathers::take_part(Home* wanted, int64_t& next, const Where& where) {
+// need it lend their shard. Where all want the same, and expect the same to follow, they gather that, too, and ask no more until
+// most of it is used. False: nobody wanted anything.
+bool Gathers::take_part(Home* wanted, const std::vector<Home*>& ahead, const Where& where) {
   const bool needs = wanted != nullptr && !wanted->full;
   const Reducer::Progress here = reducer_.progress();
-  const std::array<int64_t, 5> mine{wanted == nullptr ? -1 : wanted->bucket.index, needs, next, here.pass,
+  Digest following;
+  for (const Home* home : ahead) following.add(static_cast<uint64_t>(home->bucket.index));
+  const std::array<int64_t, 5> mine{wanted == nullptr ? -1 : wanted->bucket.index, needs, following.value(), here.pass,
                                     here.launched};
   const auto everybody = reducer_.gathers().shard_control.exchange(mine, where);
-  bool anything = false, alike = true;
+  bool anything = false, alike = true, together = true;
   int64_t launched = 0;
   for (const auto& theirs : everybody) {
     anything |= theirs[0] >= 0;
-    alike = alike && theirs[0] == mine[0] && theirs[3] == mine[3];
-    if (!alike || theirs[2] != mine[2]) next = -1;
+    // One that has begun more reductions went another way since the last question: a stream of its may wait for others' part in them.
+    alike = alike && theirs[0] == mine[0] && theirs[3] == mine[3] && theirs[4] == mine[4];
+    together = together && theirs[2] == mine[2];
     launched = std::max(launched, theirs[4]);
   }
-  if (!alike && anything) reducer_.part_ways(launched);
+  if (!alike && anything) {
+    reducer_.part_ways(launched);
+    release_ahead();  // on every rank: from here on they have the same again
+  }
   std::vector<int64_t> gathered;
   for (const auto& theirs : everybody) {
     if (theirs[1] == 0 || std::ranges::count(gathered, theirs[0]) > 0) continue;
@@ -179,7 +188,26 @@ bool Gathers::take_part(Home* wanted, int64_t& next, const Where& where) {
       lend(*home_of_bucket_.at(static_cast<int>(theirs[0])), where);
     }
   }
+  if (alike && together) {
+    for (Home* home : ahead) {
+      gather(*home);
+      home->ahead = true;
+    }
+  }
   return anything;
+}
+
+// Begins it; receive() ends it.
+void Gathers::gather(Home& home) {
+  at::NoGradGuard no_grad;
+  const Alone alone(home.lanes, home.whole.device());
+  try {
+    begin(home);
+    home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket.parameter));
+  } catch (...) {
+    home.abandon();  // nobody takes it for whole
+    throw;
+  }
 }
 
 void Gathers::lend(Home& home, const Where& where) {
@@ -197,28 +225,6 @@ void Gathers::begin(Home& home) {
   home.sent_for = std::chrono::steady_clock::now();
   const Where where = reducer_.here(Where::Kind::backward);
   road_of(reducer_.world()).pass(Point::gather, where.step, where.pass, home.bucket.index);
-}
-
-// Begins it; a collective ends in receive().
-void Gathers::gather(Home& home) {
-  at::NoGradGuard no_grad;
-  const Alone alone(home.lanes, home.whole.device());
-  try {
-    begin(home);
-    home.lend();
-    home.versions = home.versions_now();
-    if (home.peers.empty()) {
-      home.arriving = std::make_shared<Pending>(reducer_.gathers().shard.all_gather(home.whole, home.bucket.parameter));
-      return;
-    }
-    const int64_t part = home.bucket.held.size();
-    for (size_t r = 0; r < home.peers.size(); ++r) {
-      home.whole.narrow(0, static_cast<int64_t>(r) * part, part).copy_(home.peers[r]);
-    }
-  } catch (...) {
-    home.peers.empty() ? home.abandon() : home.release();  // nobody takes it for whole
-    throw;
-  }
 }
 
 // Messages are waited for in the order in which all ranks sent for them: so two ranks that differ wait at the same one.
@@ -293,7 +299,7 @@ void Gathers::release(Home& home) {
 }
 
 void Gathers::set_down(Home& home) {
-  if (home.peers.empty() && home.named && home.soon) {
+  if (home.peers.empty() && home.soon) {
     home.withdraw();
     home.ahead = true;
   } else {

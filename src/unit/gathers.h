@@ -1,9 +1,9 @@
 // Gathers: how homes are filled with every rank's shard, when, and in which order.
 //
-// Ranks that share memory read each other's shards in place, alone. Others gather by collectives: in program order and without
-// asking where a message can say what it gathers, and what they gathered is compared with the facts of the pass; where a backend
-// would mix up what ranks gather, they ask before each: all take part in whatever anybody needs, so that ranks may use different
-// units. What is used next, as after the last backward, is gathered ahead.
+// Ranks that share memory read each other's shards in place, alone. Others gather by collectives, a window ahead: what is used
+// next, as after the last backward. Where a message can say what it gathers they do so in program order and without asking, and
+// what they gathered is compared with the facts of the pass. Where a backend would mix up what ranks gather they ask first, a
+// window at a time: all take part in whatever anybody needs, so that ranks may use different units.
 #pragma once
 
 #include <cstdint>
@@ -40,15 +40,16 @@ class Gathers {
   void set_window(int64_t bytes);
 
  private:
-  void gather(Home& home);
+  void read_in_place(Home& home);
   void gather_together(Home& home);
-  void ask_to_gather(Home& home);
-  bool take_part(Home* wanted, int64_t& next, const Where& where);
+  void look_ahead();
+  std::vector<Home*> due(const Home& now) const;
+  void send_for(const std::vector<Home*>& homes);
+  void send_message(const std::vector<Home*>& homes);
+  bool take_part(Home* wanted, const std::vector<Home*>& ahead, const Where& where);
+  void gather(Home& home);
   void lend(Home& home, const Where& where);
   void begin(Home& home);
-  void look_ahead();
-  void send_ahead(Home* first);
-  void send_for(const std::vector<Home*>& homes);
   void receive(Home& home);
   void lose();
   void release_ahead();

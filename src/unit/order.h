@@ -9,16 +9,14 @@ namespace plumb {
 
 class Order {
  public:
-  // `home` is used now; the one that was used after it last time, or -1.
-  int after(int home) {
+  // `home` is used now.
+  void use(int home) {
     now_.push_back(home);
     auto here = last_.begin() + static_cast<ptrdiff_t>(std::min(at_, last_.size()));
     here = std::find(here, last_.end(), home);
     if (here == last_.end()) here = std::find(last_.begin(), last_.end(), home);
     known_ = here != last_.end();
-    if (!known_) return -1;
-    at_ = static_cast<size_t>(here - last_.begin()) + 1;
-    return at_ < last_.size() ? last_[at_] : -1;
+    if (known_) at_ = static_cast<size_t>(here - last_.begin()) + 1;
   }
 
   // All that were used after it last time, in order.

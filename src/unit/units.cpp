@@ -136,6 +136,15 @@ void Units::hold(const std::vector<Home*>& homes) {
   }
 }
 
+// Every rank is in this call: where they ask, none goes by what it has left of a window that another may have used otherwise.
+void Units::hold_together(const std::vector<Home*>& homes) {
+  const Entrance entrance(*this);
+  for (Home* home : homes) {
+    if (asks() && home->ahead) gathers_.release(*home);
+  }
+  hold(homes);
+}
+
 void Units::let_go(const std::vector<Home*>& homes) {
   Lock lock(mutex_);
   for (Home* home : homes) {
@@ -170,8 +179,10 @@ void Units::leave(int unit) {
   let_go(homes_of_unit_[unit]);
 }
 
+void Units::keep(const std::vector<at::Tensor>& parameters) { hold_together(homes_of(parameters)); }
+
 void Units::hold(const std::vector<at::Tensor>& parameters) {
-  hold(homes_of(parameters));
+  hold_together(homes_of(parameters));
   saved::push({weak_from_this(), -1, parameters});
 }
 

@@ -47,7 +47,7 @@ class Units : public backward::Listener, public Gathering, public std::enable_sh
   void hold(const std::vector<at::Tensor>& parameters);
   void let_go(const std::vector<at::Tensor>& parameters);
   // The same across scopes and threads: what is saved meanwhile is none of its business.
-  void keep(const std::vector<at::Tensor>& parameters) { hold(homes_of(parameters)); }
+  void keep(const std::vector<at::Tensor>& parameters);
   void drop(const std::vector<at::Tensor>& parameters) { let_go(homes_of(parameters)); }
   // What rank 0 wrote into held parameters becomes everybody's. Collective.
   void publish(const std::vector<at::Tensor>& parameters, const Where& where);
@@ -104,6 +104,7 @@ class Units : public backward::Listener, public Gathering, public std::enable_sh
   void left(Home& home, const void* node);
   void completed(Bucket& bucket);
   void hold(const std::vector<Home*>& homes);
+  void hold_together(const std::vector<Home*>& homes);
   void let_go(const std::vector<Home*>& homes);
   std::vector<Home*> homes_of(const std::vector<at::Tensor>& parameters) const;  // each once
 

@@ -164,9 +164,14 @@ TEST(Lifetime, WhatIsSavedInAScopeDiesWithItsGraph) {
 
 // ---- gathers by collectives
 
+// Whether ranks ask or not: a window is a window.
+class LifetimeTogether : public testing::TestWithParam<Gather> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, LifetimeTogether, testing::Values(Gather::together, Gather::asking),
+                         [](const auto& info) { return info.param == Gather::asking ? "Ask" : "DoNotAsk"; });
+
 // From the second pass on, whatever followed the last time is there before it is asked for, and nothing else.
-TEST(Lifetime, TheNextUnitIsGatheredAhead) {
-  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+TEST_P(LifetimeTogether, TheNextUnitIsGatheredAhead) {
+  on_ranks(2, GetParam(), [](World, Chain& net, Engine& engine) {
     const int64_t one = layer_bytes(engine, 2);
     Units& units = *engine.impl().units;
     std::vector<int64_t> forward, backward;
@@ -196,8 +201,8 @@ TEST(Lifetime, TheNextUnitIsGatheredAhead) {
 }
 
 // What was gathered ahead of a step that came first holds yesterday's values: nobody sees them.
-TEST(Lifetime, WhatWasGatheredAheadIsNotUsedAfterAStep) {
-  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+TEST_P(LifetimeTogether, WhatWasGatheredAheadIsNotUsedAfterAStep) {
+  on_ranks(2, GetParam(), [](World, Chain& net, Engine& engine) {
     for (int step = 0; step < 3; ++step) {
       net.forward(ones).sum().backward();
       const at::Tensor weight = net.layers[1]->weight;
@@ -215,8 +220,8 @@ TEST(Lifetime, WhatWasGatheredAheadIsNotUsedAfterAStep) {
 }
 
 // An order that changes costs gathers, and no numbers.
-TEST(Lifetime, WhatWasGatheredAheadForNobodyIsReleased) {
-  on_ranks(2, Gather::together, [](World, Chain& net, Engine& engine) {
+TEST_P(LifetimeTogether, WhatWasGatheredAheadForNobodyIsReleased) {
+  on_ranks(2, GetParam(), [](World, Chain& net, Engine& engine) {
     const int64_t one = layer_bytes(engine, 2);
     net.forward(ones).sum().backward();
     at::Tensor h = ones;
@@ -261,13 +266,13 @@ TEST(Lifetime, AWideWindowKeepsWhatTheBackwardNeeds) {
 }
 
 // Two units and a half fit: whole at a time are these, and the one in use.
-TEST(Lifetime, AWindowBoundsWhatIsWhole) {
+TEST_P(LifetimeTogether, AWindowBoundsWhatIsWhole) {
   int64_t one = 0;
   on_ranks(2, Gather::in_place, [&](World world, Chain&, Engine& engine) {
     if (world.rank() == 0) one = layer_bytes(engine, 2);
   });
   on_ranks(
-      2, Gather::together,
+      2, GetParam(),
       [&](World, Chain& net, Engine& engine) {
         std::vector<int64_t> seen;
         const auto look = [&](const at::Tensor& h) {
@@ -287,9 +292,9 @@ TEST(Lifetime, AWindowBoundsWhatIsWhole) {
 }
 
 // Whole, but not in use: nobody reads or writes it there.
-TEST(Lifetime, WhatIsKeptForLaterCannotBeTouchedMeanwhile) {
+TEST_P(LifetimeTogether, WhatIsKeptForLaterCannotBeTouchedMeanwhile) {
   on_ranks(
-      2, Gather::together,
+      2, GetParam(),
       [](World, Chain& net, Engine& engine) {
         net.forward(ones).sum().backward();
         at::Tensor y = net.forward(ones);

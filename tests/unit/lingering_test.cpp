@@ -6,7 +6,6 @@
 
 #include "plumb/checkpoint.h"
 #include "unit/support/net.h"
-#include "world/world_impl.h"
 
 namespace plumb {
 namespace {
@@ -103,34 +102,6 @@ TEST(Lingering, AreGraphsThatRecomputeWhenTheirEngineHasGone) {
     EXPECT_TRUE(x.grad().allclose(same.grad(), 1e-5, 1e-6));
     EXPECT_TRUE(layer->weight.grad().allclose(one.twin->layers[1].get()->weight.grad(), 1e-5, 1e-6));
     world.barrier();
-  });
-}
-
-// Ranks that ask before each gather bring what all of them expect next ahead: it is what they use, and nothing else is gathered.
-TEST(Asking, BringsTheNextUnitAheadWhereAllExpectIt) {
-  run_local(2, [](World world) {
-    world.impl().control->has_links = false;  // a backend that cannot say what it gathers
-    Trained one(world, {.strategy = "zero3"}, 5);
-    Units& units = *one.engine->impl().units;
-    units.gather_together(1);
-    ASSERT_TRUE(units.asks());
-    const int64_t each = one.engine->impl().reducer->buckets()[0].numel * 4;
-    for (int step = 0; step < 3; ++step) {
-      const int64_t before = units.gathers();
-      std::vector<int64_t> forward;
-      at::Tensor h = torch::ones({2, 6});
-      for (auto& layer : one.net->layers) {
-        const UnitScope scope(unit::door_of(layer.ptr()));
-        h = torch::tanh(layer.get()->forward(h));
-        forward.push_back(one.gathered() / each);
-      }
-      h.sum().backward();
-      EXPECT_EQ(units.gathers() - before, 10) << step;
-      EXPECT_EQ(one.gathered(), 0) << step;
-      one.engine->step();
-      one.engine->zero_grad();
-      EXPECT_EQ(forward, step == 0 ? std::vector<int64_t>(5, 1) : std::vector<int64_t>({2, 2, 2, 2, 1})) << step;
-    }
   });
 }
 

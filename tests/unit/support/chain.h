@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "unit/support/net.h"
+#include "world/world_impl.h"
 
 namespace plumb::test {
 
@@ -22,7 +23,8 @@ struct Chain : Alike {
   }
 };
 
-enum class Gather { in_place, together };
+// `asking`: together, over a backend that cannot say what it gathers.
+enum class Gather { in_place, together, asking };
 constexpr int64_t kNextAlone = 1;  // bytes of a window that holds no more than it must
 
 inline void on_ranks(int ranks, Gather how, const std::function<void(World, Chain&, Engine&)>& body,
@@ -33,8 +35,9 @@ inline void on_ranks(int ranks, Gather how, const std::function<void(World, Chai
     torch::manual_seed(7);
     Chain net;
     lock.unlock();
+    if (how == Gather::asking) world.impl().control->has_links = false;
     Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
-    if (how == Gather::together) engine.impl().units->gather_together(window);
+    if (how != Gather::in_place) engine.impl().units->gather_together(window);
     body(world, net, engine);
   });
 }
