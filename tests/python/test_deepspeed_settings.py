@@ -11,6 +11,7 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
+from plumb.deepspeed import utils
 from deepspeeds import HIDDEN, batch, config_of, engine_of, make
 
 STAGES = [0, 1, 2, 3]
@@ -319,3 +320,39 @@ def offloads(stage: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_states_that_were_offloaded_and_came_back_are_the_same(stage: int) -> None:
     assert plumb.spawn(offloads, 2, (stage,)) == [(True, True)] * 2
+
+
+# ---- shards over a part of the ranks
+
+
+def shards_by_two() -> tuple[float, float, int, int]:
+    """MiCS: parameters and gradients lie over pairs of ranks."""
+    engine, twin = engine_of(stage=3, gas=2, optimizer=SGD, gradient_clipping=0.05, **SHARDED), make()
+    for step in range(3):
+        for i in (2 * step, 2 * step + 1):
+            engine.backward(engine(*batch(engine.global_rank, i)))
+            mine = sum(p.grad.numel() for p in engine.module.parameters() if p.grad is not None)
+            engine.step()
+        norm = twin_step(twin, engine.world_size, range(2 * step, 2 * step + 2), 0.05)
+        assert abs(engine.get_global_grad_norm() - norm) < 1e-5 * norm
+    used = sum(p.numel() for name, p in twin.named_parameters() if not name.startswith("spare"))
+    read = utils.safe_get_full_fp32_param(next(engine.module.parameters()))
+    assert read is not None
+    return far(engine, twin), float((read - next(twin.parameters())).abs().max()), mine, used
+
+
+SHARDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "mics_shard_size": 2}}
+
+
+def test_mics_shards_over_as_many_ranks_as_it_says() -> None:
+    ranks = plumb.spawn(shards_by_two, 4)
+    for away, read, _, _ in ranks:
+        assert away < 1e-6 and read < 1e-6
+    pieces, used = [mine for _, _, mine, _ in ranks], ranks[0][3]
+    assert pieces[:2] == pieces[2:] and sum(pieces[:2]) == used, (pieces, used)
+
+
+@pytest.mark.parametrize("stage, shard", [(2, 1), (3, 3), (3, 0)])
+def test_a_size_of_shards_that_does_not_fit_is_told(stage: int, shard: int) -> None:
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=f"mics_shard_size' is {shard} in the DeepSpeed config, with stage {stage} on 2 ranks"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 2, "zero_optimization": {"stage": stage, "mics_shard_size": shard}}, 2)

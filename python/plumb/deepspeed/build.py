@@ -138,8 +138,11 @@ def options(module: nn.Module, config: Config, has_optimizer: bool) -> dict[str,
     }
     if stage == 3:
         units = zero.units_of(module, config)
+        shard = config["zero_optimization.mics_shard_size"]
         if units:
             result["units"] = units
+            if shard != -1:
+                result |= {"strategy": "hsdp", "mesh": (config.world_size // shard, shard)}
         else:
             result["strategy"] = STRATEGIES[2]  # all of it is under the persistence threshold
     if has_optimizer:

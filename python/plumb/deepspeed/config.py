@@ -174,8 +174,8 @@ TABLE: tuple[Section, ...] = (
             _raises("zero_quantized_weights", "bool", False, "weights travel as they are"),
             _raises("zero_quantized_nontrainable_weights", "bool", False, "weights travel as they are"),
             _raises("zero_quantized_gradients", "bool", False, "gradients travel as they are"),
-            _raises("mics_shard_size", "int", -1, "plumb.Engine has strategy='hsdp'"),
-            _raises("mics_hierarchical_params_gather", "bool", False, "plumb.Engine has strategy='hsdp'"),
+            Key("mics_shard_size", "int", -1, WORKS, "stage 3 shards over that many neighbouring ranks, as strategy='hsdp'"),
+            _nothing("mics_hierarchical_params_gather", "bool", False, "the way between machines is the backend's choice"),
         ),
     ),
     Section(
@@ -342,6 +342,12 @@ class Config:
         ):  # fmt: skip
             if self[name] < least:
                 raise ConfigError(f"'{name}' is {self[name]} in the DeepSpeed config; expected at least {least}")
+        shard = self["zero_optimization.mics_shard_size"]
+        if shard != -1 and (stage != 3 or shard < 1 or self.world_size % shard):
+            raise ConfigError(
+                f"'zero_optimization.mics_shard_size' is {shard} in the DeepSpeed config, with stage {stage} on {self.world_size} ranks;"
+                " expected stage 3, and a number of ranks that divides all of them"
+            )
         if not self["zero_optimization.compute_grad_norm"] and stage not in (1, 2):
             raise ConfigError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
         param = self["data_types.param_dtype"]

@@ -56,12 +56,13 @@ def rebind() -> bool:
 def _bind(module: ModuleType) -> None:
     if not hasattr(module, "initialize"):
         return  # some folder of that name
-    from . import utils
+    from . import utils, zero
     from .utils import zero_to_fp32
 
     places: list[tuple[Any, tuple[str, ...]]] = [(_found(f"plumb.deepspeed.{ours}"), theirs) for ours, theirs in REBOUND.items()]
     places.append((_initialize(module), ("initialize",)))
-    places.append((_init(module), ("zero.Init", "runtime.zero.partition_parameters.Init")))
+    places.append((_init(module, zero.Init), ("zero.Init", "runtime.zero.partition_parameters.Init")))
+    places.append((_init(module, zero.MiCS_Init), ("zero.MiCS_Init", "runtime.zero.mics.MiCS_Init")))
     for name in utils.__all__:
         inner = "z3_leaf_module" if "z3_leaf" in name else "tensor_fragment"
         places.append((getattr(utils, name), (f"utils.{name}", f"utils.{inner}.{name}")))
@@ -97,17 +98,15 @@ def _initialize(module: Any) -> Any:
     return rebound
 
 
-def _init(module: Any) -> type:
-    from .zero import Init
-
-    class Rebound(Init):
-        __doc__ = Init.__doc__
+def _init(module: Any, ours: Any) -> type:
+    class Rebound(ours):  # type: ignore[misc]
+        __doc__ = ours.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             module.init_distributed()  # as theirs does: programs ask deepspeed.comm who they are
             super().__init__(*args, **kwargs)
 
-    Rebound.__name__ = Rebound.__qualname__ = "Init"
+    Rebound.__name__ = Rebound.__qualname__ = ours.__name__
     return Rebound
 
 

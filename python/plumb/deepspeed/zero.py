@@ -164,6 +164,10 @@ class Init:
         return None
 
 
+class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
+    """``Init``, for a config with ``mics_shard_size``."""
+
+
 @contextlib.contextmanager
 def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
     params: torch.Tensor | Iterable[torch.Tensor],

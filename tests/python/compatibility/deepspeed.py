@@ -114,8 +114,9 @@ _VALUES: dict[str, Any] = {
     "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_allreduce_op": "sum",
     "zero_optimization.stage": 3, "optimizer.type": "Lamb", "scheduler.type": "WarmupLR", "data_types.param_dtype": "fp32",
     "data_types.keep_in_fp32_modules": ["head"], "torch_autocast.dtype": "bfloat16", "zero_optimization.zenflow": {"topk_ratio": 0.1},
-    "zero_optimization.compute_grad_norm": True, "sequence_parallel_size": 2, "data_parallel_size": 2,
+    "zero_optimization.compute_grad_norm": True, "sequence_parallel_size": 2, "data_parallel_size": 2, "zero_optimization.mics_shard_size": 1,
 }  # fmt: skip
+_BESIDE: dict[str, dict[str, Any]] = {"zero_optimization.mics_shard_size": {"stage": 3}}  # without which a key makes no sense
 
 
 def key_check(section: str, key: keys.Key) -> Callable[[], None]:
@@ -129,7 +130,7 @@ def key_check(section: str, key: keys.Key) -> Callable[[], None]:
             value = {"enabled": True} if key.status == keys.RAISES or "enabled" in keys.SECTIONS.get(key.name, {}) else {}
         given: dict[str, Any] = {"train_batch_size": 4}
         if section:
-            given[section] = {key.name: value}
+            given[section] = {**_BESIDE.get(where, {}), key.name: value}
         else:
             given[key.name] = value
         parsed = keys.Config(given, 2)
