@@ -106,7 +106,8 @@ TEST(Inside, AGraphOnADeviceHasAUnitAtATimeAndNoneBetween) {
       scenarios::Alike net(layers);
       fill(net);
       net.to(device(rank));
-      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+      // A window of nothing: the unit in use, and the next one on its way.
+      Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3", .gather_ahead_bytes = 0});
       const std::vector<c10::Stream> streams = {new_stream(rank, "even"), new_stream(rank, "odd"),
                                                 sim::current_stream(rank)};
       Units& units = *engine.impl().units;
