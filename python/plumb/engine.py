@@ -110,7 +110,7 @@ class Engine:
             buffers = module.named_buffers() if module is not None else ()
         self._parameters = named
         self._passing = {
-            f"{prefix}.{name}" if prefix else name
+            _given.uncompiled(f"{prefix}.{name}" if prefix else name)
             for prefix, part in (module.named_modules() if module is not None else ())
             for name in part._non_persistent_buffers_set
         }
@@ -377,7 +377,7 @@ class Engine:
         left: list[str] = []
         try:
             samples, keep, where = _given.whole(samples, "samples"), _given.whole(keep, "keep"), os.fsdecode(folder)
-            words, left = _save.words(extras), sorted(leave_out)
+            words, left = _save.words(extras), sorted(map(_given.uncompiled, leave_out))
             if self._steps is not None:
                 assert isinstance(self.optimizer, torch.optim.Optimizer)
                 outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)

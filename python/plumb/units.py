@@ -10,6 +10,7 @@ from torch import nn
 
 from ._C import Door, Error
 from .deferred import cut
+from .given import uncompiled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -57,7 +58,7 @@ class _Leave(_Hook):
 
 def choose(root: nn.Module, wanted: UnitsArgument) -> list[nn.Module]:
     """The modules of ``root`` that are units, each once, the outer before the inner."""
-    named = list(root.named_modules())
+    named = [(uncompiled(name), module) for name, module in root.named_modules()]
     chosen = {id(module) for _, module in named if getattr(module, "_plumb_unit", False)}
     if isinstance(wanted, bool) or isinstance(wanted, (str, nn.Module, type)):
         raise Error(f"units={wanted!r}; expected a list of classes, modules or names, a predicate, or a number")
@@ -68,7 +69,7 @@ def choose(root: nn.Module, wanted: UnitsArgument) -> list[nn.Module]:
     elif wanted is not None:
         for one in wanted:
             if isinstance(one, str):
-                found = [module for name, module in named if name == one]
+                found = [module for name, module in named if name == uncompiled(one)]
             elif isinstance(one, type):
                 found = [module for _, module in named if isinstance(module, one)]
             else:

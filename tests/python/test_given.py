@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +191,23 @@ def test_parts_of_the_state_are_joined_in_the_order_of_memory() -> None:
         assert torch.equal(made.pop("average"), flat.as_strided(parameter.shape, parameter.stride()))
         assert made == {"step": 3, "late": "x"}, "of the first rank that has it"
     assert _joined(torch.zeros(2), [(0, {}, {}), (1, {}, {})]) == {}
+
+
+@pytest.mark.parametrize("around", [lambda one: one, Around])
+def test_names_of_a_compiled_model_are_those_of_the_plain_one(around: Any, tmp_path: Path) -> None:
+    """Units by name, buffers that files need not have, frozen parameters that are left out: under either name."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    plain = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    plain.register_buffer("turned", torch.ones(2), persistent=False)
+    plain[0].register_buffer("turned", torch.ones(2), persistent=False)
+    plain[1].requires_grad_(False)
+    whole = around(plain)
+    for spelled in ("0.0", "_orig_mod.0.0"):
+        assert plumb.units.choose(whole, [spelled]) == [plain[0][0]]
+    assert plumb.units.choose(whole, lambda name, _: name.startswith("0.")) == [plain[0][0]]
+    safetensors.save_file({name: torch.zeros_like(one) for name, one in plain.named_parameters()}, tmp_path / "all.safetensors")
+    with plumb.Engine(whole, plumb.SGD(lr=1.0)) as engine:
+        assert not engine.load_weights(tmp_path / "all.safetensors").mismatches
+        for names in ({"1.weight", "1.bias"}, {name for name, one in whole.named_parameters() if not one.requires_grad}):
+            engine.save(tmp_path / "saved", leave_out=names)
+            assert {one.what for one in engine.load(tmp_path / "saved", strict=False).mismatches} == {"weight '1.weight'", "weight '1.bias'"}
