@@ -166,6 +166,34 @@ def with_gloo(program: Callable[[], None]) -> None:
     program()
 
 
+# ---- several engines
+
+
+def averages(first: int, second: int) -> None:
+    """As programs of RLHF do: a mean of the weights, in a model of another engine, and both are gathered together."""
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model, mean = Tied(""), Tied("")
+    before = [p.detach().clone() for p in model.parameters()], [p.detach().clone() for p in mean.parameters()]
+    engines = built(first, model), built(second, mean)
+    pairs = list(zip(model.parameters(), mean.parameters(), strict=True))
+    with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair], modifier_rank=1), torch.no_grad():
+        for one, other in pairs:
+            assert one.shape == other.shape
+            if rank == 1:
+                other.lerp_(one, 0.25)
+    for engine, expected in zip(engines, (before[0], [b.lerp(a, 0.25) for a, b in zip(*before, strict=True)]), strict=True):
+        assert engine.engine.gathered_bytes == 0
+        for p, value in zip(engine.module.parameters(), expected, strict=True):
+            assert torch.equal(engine.engine.full_parameter(p), value)
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (0, 3)])
+def test_parameters_of_several_engines_are_gathered_together(first: int, second: int) -> None:
+    plumb.spawn(averages, 2, (first, second))
+
+
 # ---- one model, one engine after another
 
 

@@ -177,21 +177,26 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
 ) -> Iterator[None]:
     """Inside, these parameters are whole. What ``modifier_rank`` wrote into them is everybody's at the end."""
     given = [params] if isinstance(params, torch.Tensor) else [p for p in params if isinstance(p, torch.Tensor)]
-    engine = next((found for found in map(engine_of, given) if found is not None), None)
-    if not enabled or engine is None:  # not sharded yet: initialize() takes rank 0's values
+    by_engine: dict[DeepSpeedEngine, list[torch.Tensor]] = {}
+    for param in given:
+        engine = engine_of(param)
+        if engine is not None:
+            by_engine.setdefault(engine, []).append(param)
+    if not enabled or not by_engine:  # not sharded yet: initialize() takes rank 0's values
         yield
         if enabled and modifier_rank and _built_inside and dist.is_initialized() and dist.get_world_size() > 1:
             _publish(given, modifier_rank)
         return
-    mine = [p for p in given if engine_of(p) is engine]
-    with engine.engine.gathered(mine, write=modifier_rank is not None):
+    with contextlib.ExitStack() as whole:
+        for engine, mine in by_engine.items():
+            whole.enter_context(engine.engine.gathered(mine, write=modifier_rank is not None))
         yield
-        if modifier_rank and engine.world_size > 1:  # rank 0's is published
+        if modifier_rank and any(engine.world_size > 1 for engine in by_engine):  # rank 0's is published
             if not dist.is_initialized():
                 raise ConfigError(
                     f"GatheredParameters(modifier_rank={modifier_rank}) needs torch.distributed; initialise it, or write on rank 0"
                 )
-            _publish(mine, modifier_rank)
+            _publish([param for mine in by_engine.values() for param in mine], modifier_rank)
 
 
 def _publish(parameters: list[torch.Tensor], rank: int) -> None:
