@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import plumb
 import plumb.deepspeed as deepspeed
@@ -169,6 +169,31 @@ def test_what_get_state_dict_saves_comes_here_and_goes_back(tmp_path: Path) -> N
         assert torch.equal(one, two)
         if one.requires_grad:
             assert all(torch.equal(built[1].state[one][key], other.state[two][key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+
+
+class Recurrent(torch.nn.Module):
+    """Has parts of the names that folders of optimizers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+        self.optim = torch.nn.ModuleDict({"state": torch.nn.Linear(2, 1)})
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_part_of_a_model_may_be_called_as_a_part_of_a_folder(flat: bool, tmp_path: Path) -> None:
+    model = Recurrent()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path, no_dist=True)
+    found = values(read("dcp", str(tmp_path)))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.pop(("weight", name, "")), parameter)
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(found.pop(("value" if key == "step" else "state", name, key)), value)
+    assert not found
 
 
 # ---- transformers

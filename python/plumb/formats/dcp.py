@@ -111,7 +111,8 @@ def _meaning(where: Sequence[Any]) -> tuple[str, str, str]:
     if "state" in words[:-2]:
         at = words.index("state")
         return "state", ".".join(words[at + 1 : -1]), words[-1]
-    if words[-1].startswith("state."):  # flatten_optimizer_state_dict
+    in_model = words[-2:-1] and words[-2] in (*MODEL, "buffers")  # one of its parts may be called "state"
+    if words[-1].startswith("state.") and not in_model:  # flatten_optimizer_state_dict
         name, _, key = words[-1].removeprefix("state.").rpartition(".")
         return "state", name, key
     for i, word in enumerate(words[:-1]):
