@@ -70,7 +70,7 @@ def cut(module: nn.Module) -> None:
 def fill(model: nn.Module, units: list[nn.Module], world: World, device: torch.device) -> None:
     """Gives a model that was made on the meta device memory and values, module by module, units cut as they are complete.
 
-    The values come from each module's ``reset_parameters``, in the order of ``model.modules()``.
+    The values come from each module's ``reset_parameters``, in the order of ``model.modules()``. What has values already keeps them.
     """
     chosen = {id(unit) for unit in units}
 
@@ -88,12 +88,16 @@ def fill(model: nn.Module, units: list[nn.Module], world: World, device: torch.d
                     f"module '{name}' ({type(module).__name__}) is on the meta device and has no reset_parameters() to give it"
                     " values; add one, or build the model under plumb.deferred()"
                 )
+            there = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_meta]
             for tensor in own:
                 if tensor.is_meta:
                     whole = torch.empty_like(tensor, device=device)
                     filled = nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
                     torch.utils.swap_tensors(tensor, filled)  # type: ignore[no-untyped-call]
             reset()
+            with torch.no_grad():
+                for tensor, value in there:
+                    tensor.copy_(value)
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)
         if id(module) in chosen and world.size > 1:

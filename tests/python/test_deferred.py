@@ -97,6 +97,34 @@ def test_ranks_that_drew_other_values_are_told() -> None:
         assert "different values" in said and "seed" in said
 
 
+@pytest.mark.parametrize("buffers_alone", [False, True])
+def test_what_has_values_already_keeps_them_beside_what_is_on_the_meta_device(buffers_alone: bool) -> None:
+    """As where a part of a model was loaded, and the rest is new."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    for name, buffer in list(model[1].named_buffers()):
+        model[1].register_buffer(name, buffer.to("meta"))
+    model[0].bias = nn.Parameter(torch.zeros(2, device="cpu" if buffers_alone else "meta"), requires_grad=False)
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+        model[1].weight.fill_(4.0)
+    with plumb.Engine(model, plumb.SGD(lr=0.1)):
+        assert model[0].weight.eq(3.0).all() and model[1].weight.eq(4.0).all()
+        assert not model[0].bias.is_meta and not model[0].bias.requires_grad and model[0].bias.abs().max() < 1.0
+        assert model[1].running_var.tolist() == [1.0, 1.0] and model[1].num_batches_tracked.item() == 0
+
+
+def test_a_model_that_is_built_later_is_whole() -> None:
+    def build() -> list[int]:
+        alone = plumb.World()
+        with plumb.deferred([nn.Linear], world=alone):
+            one = nn.Linear(6, 6)  # of a world of one rank
+        with pytest.raises(KeyError), plumb.deferred([nn.Linear]):
+            raise KeyError
+        return [_bytes(one), _bytes(nn.Linear(6, 6)), _bytes(plumb.unit(nn.Linear(6, 6)))]
+
+    assert plumb.spawn(build, 2) == [[4 * 42] * 3] * 2
+
+
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()

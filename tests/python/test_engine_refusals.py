@@ -38,6 +38,9 @@ def test_says_what_is_wrong_with_its_arguments() -> None:
         ("nothing to train", lambda: plumb.Engine(make().requires_grad_(False))),
         ("'weight' is of a lazy module", lambda: plumb.Engine(torch.nn.LazyLinear(3))),
         ("matches no parameter", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"match": "xyz", "lr": 1.0}])),
+        ("a torch.optim object has its own", lambda: plumb.Engine(model, torch.optim.SGD(model.parameters()), schedule=plumb.Schedule(warmup=2))),
+        ("a torch.optim object has its own", lambda: plumb.Engine(model, torch.optim.SGD(model.parameters()), groups=[{"match": "w", "lr": 1.0}])),
+        ("units are modules", lambda: plumb.Engine(list(model.named_parameters()), plumb.SGD(), units=[nn.Linear])),
         ("keys", lambda: plumb.Engine(model, plumb.SGD(), groups=[{"lr": 1.0}])),
         ("learning rate", lambda: plumb.Engine(model, plumb.SGD(lr=-1.0))),
     ]

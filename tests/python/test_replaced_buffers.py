@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import plumb
@@ -102,3 +103,42 @@ def test_a_buffer_in_anothers_place_is_the_one_that_is_saved_and_loaded_into(tmp
     model.mean = torch.ones(4)
     engine.load(tmp_path)
     assert model.mean.tolist() == first
+
+
+@pytest.mark.parametrize("way", ["dcp", "by hand", "weights"])
+def test_so_it_is_by_every_other_way_of_saving_and_loading(tmp_path: Path, way: str) -> None:
+    model, fresh = Mean(), Mean()
+    engine, other = plumb.Engine(model, plumb.SGD(lr=0.1)), plumb.Engine(fresh, plumb.SGD(lr=0.1))
+    model.mean, fresh.mean = torch.full((4,), 3.0), torch.ones(4)
+    if way == "dcp":
+        dcp.save({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+        fresh.mean = torch.full((4,), 2.0)
+        dcp.load({"engine": other}, checkpoint_id=tmp_path, no_dist=True)
+    elif way == "by hand":
+        dcp.save({"engine": engine.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+        state = {"engine": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        fresh.mean = torch.full((4,), 2.0)
+        other.load_state_dict(state["engine"])
+    else:
+        other.load_weights(engine.save(tmp_path))
+    assert fresh.mean.tolist() == [3.0] * 4
+
+
+def of_another_kind() -> list[Any]:
+    """Of another dtype than the one before, or with a graph: each rank's own, and no error."""
+    model = Mean()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    rank = engine.world.rank
+    seen = []
+    for made in torch.full((4,), 1.0 + rank, dtype=torch.float64), model.layer.weight[0] * (1.0 + rank):
+        model.layer(inputs(rank, 0)).sum().backward()
+        model.mean = made
+        engine.step()
+        engine.zero_grad()
+        seen.append((model.mean is made, made.requires_grad))
+    return seen
+
+
+def test_a_buffer_of_another_dtype_or_with_a_graph_is_each_ranks_own() -> None:
+    assert plumb.spawn(of_another_kind, 2) == [[(True, False), (True, True)]] * 2
