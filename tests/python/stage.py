@@ -119,6 +119,8 @@ def distance(engine: plumb.Engine, model: nn.Module, other: nn.Module) -> float:
     other = copy.deepcopy(other).requires_grad_(False)
     for (_, mine), (_, twin) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         whole = engine.full_parameter(mine).double()
+        if whole.numel() == 0:
+            continue
         worst = max(worst, float((whole - twin.double()).abs().max() / twin.double().abs().max().clamp_min(1e-30)))
     return worst
 

@@ -189,6 +189,16 @@ def test_what_the_user_does_between_steps_is_what_the_next_one_goes_on_from(what
     both.check()
 
 
+def test_state_of_other_dtypes_beside_neighbours_keeps_its_own() -> None:
+    both = Both(lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9))
+    for number in range(5):
+        both.step(number, rare=True)
+        for model, optimizer in both.each() if number == 1 else ():
+            state = optimizer.state[model.first.bias]
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+    both.check()
+
+
 def test_what_was_taken_from_the_state_is_what_later_steps_write_into() -> None:
     both = Both()
     both.step(0)

@@ -94,6 +94,26 @@ class Writes(torch.optim.SGD):
         return super().step(closure)
 
 
+class Clears(torch.optim.SGD):
+    """Takes gradients away before it asks for its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        return super().step(closure)
+
+
+class EveryOther(torch.optim.SGD):
+    """Does nothing at every other step, and does not ask for its closure then."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return None if self.calls % 2 else super().step(closure)
+
+
 class AsksFirst(torch.optim.SGD):
     """Of no class that is known, but like any other."""
 
@@ -110,7 +130,7 @@ def steps_with_a_closure(kind: type[torch.optim.Optimizer]) -> float | str:
 
     other = kind(twin.parameters(), lr=0.1)  # type: ignore[call-arg]
     try:
-        for number in range(2):
+        for number in range(3):
             optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
             engine.zero_grad()
             step_twin(twin, other, 2, number)
@@ -120,7 +140,7 @@ def steps_with_a_closure(kind: type[torch.optim.Optimizer]) -> float | str:
 
 
 def test_a_closure_that_is_asked_for_first_is_right_whatever_the_class() -> None:
-    for kind in (AsksFirst, torch.optim.Adafactor):
+    for kind in (AsksFirst, EveryOther, torch.optim.Adafactor):
         for far in plumb.spawn(steps_with_a_closure, 2, (kind,)):
             assert isinstance(far, float) and far < 1e-9, far
 
@@ -128,6 +148,8 @@ def test_a_closure_that_is_asked_for_first_is_right_whatever_the_class() -> None
 def test_parameters_that_change_before_the_closure_is_asked_for_are_an_error() -> None:
     for said in plumb.spawn(steps_with_a_closure, 2, (Writes,)):
         assert "Writes changed a parameter before it called its closure" in str(said), said
+    for said in plumb.spawn(steps_with_a_closure, 2, (Clears,)):
+        assert "Clears changed a gradient before it called its closure" in str(said), said
 
 
 def sharded_looks_twice(kind: str) -> float:

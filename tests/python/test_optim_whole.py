@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import plumb
 import programs
@@ -135,3 +137,131 @@ def test_state_of_whole_parameters_is_saved_and_loaded(strategy: str) -> None:
     for far, said in plumb.spawn(saves_whole, 2, (strategy,)):
         assert far < 1e-9
         assert "each rank loads what it saved" in said
+
+
+class Turned(nn.Module):
+    """Parameters whose elements lie in other orders than their shapes say, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(4)
+        self.plain = nn.Parameter(torch.randn(5, 4, generator=draw).double())
+        self.turned = nn.Parameter(torch.randn(4, 6, generator=draw).double().t())
+        self.last = nn.Parameter(torch.randn(2, 3, 4, 4, generator=draw).double().to(memory_format=torch.channels_last))
+        self.empty = nn.Parameter(torch.zeros(0).double())
+
+    def loss(self, rank: int, number: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(100 * rank + number)
+        return sum((p * torch.randn(p.shape, generator=draw).double()).sum() for p in self.parameters())  # type: ignore[return-value]
+
+
+class Rows(torch.optim.Optimizer):
+    """Nobody knows it: it steps each row by the row's norm, and keeps something of all elements, of each row, and of the whole."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            if not self.state[p]:
+                self.state[p].update(mean=torch.zeros_like(p), lengths=torch.zeros(p.shape[0]).double(), step=0)
+            state = self.state[p]
+            state["step"] += 1
+            state["mean"].mul_(0.9).add_(p.grad)
+            rows = state["mean"].reshape(p.shape[0], p[:1].numel() or 1)
+            state["lengths"].add_(rows.norm(dim=1))
+            p.sub_((rows / (1 + state["lengths"])[:, None]).view(p.shape), alpha=self.param_groups[0]["lr"] / state["step"])
+
+
+def turned(strategy: str, kind: str, folder: str) -> list[float]:
+    """Goes on with state from before the engine; is saved; goes on in another engine: how far from one process at each of these ends."""
+
+    def build() -> tuple[Turned, Any]:
+        model = Turned()
+        return model, Rows(model.parameters()) if kind == "Rows" else torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    (model, optimizer), (twin, other) = build(), build()
+    rank, size = plumb.world().rank, plumb.world().size
+
+    def alone(model: Turned, optimizer: Any, number: int) -> None:
+        for r in range(size):
+            (model.loss(r, number) / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        alone(model, optimizer, number)
+        alone(twin, other, number)
+    engine = plumb.Engine(model, optimizer, strategy=strategy)
+    far = []
+    for number in range(2, 6):
+        if number == 4:
+            path = engine.save(folder)
+            engine.close()
+            model, optimizer = build()
+            engine = plumb.Engine(model, optimizer, strategy=strategy)
+            engine.load(path)
+        model.loss(rank, number).backward()
+        engine.step()
+        engine.zero_grad()
+        alone(twin, other, number)
+        far.append(distance(engine, model, twin))
+    return far
+
+
+@pytest.mark.parametrize("kind", ["Rows", "AdamW"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_in_other_orders_and_without_elements_are_stepped_saved_and_loaded(strategy: str, kind: str, tmp_path: Path) -> None:
+    for far in plumb.spawn(turned, 2, (strategy, kind, str(tmp_path))):
+        assert max(far) < 1e-9, far
+
+
+def loads_ones_state(strategy: str, kind: str) -> tuple[list[float], list[str]]:
+    """State of one process, loaded before the engine's first step and after it; then what one rank alone had."""
+    model, twin = Turned(), Turned()
+    optimizer, other = (Rows(one.parameters()) if kind == "Rows" else torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin))
+    rank, size = plumb.world().rank, plumb.world().size
+    engine = plumb.Engine(model, optimizer, strategy=strategy)
+    far, said = [], []
+    for number in range(4):
+        for r in range(size):
+            (twin.loss(r, number) / size).backward()
+        other.step()
+        other.zero_grad()
+        if number in (0, 2):
+            with engine.gathered(model, write=True), torch.no_grad():
+                for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+                    mine.copy_(its)
+            state = copy.deepcopy(other.state_dict())
+            for of_one in state["state"].values():
+                for key in of_one.keys() & {"mean", "exp_avg", "lengths"}:
+                    of_one[key].mul_(0.5)  # another than the engine's own
+            other.load_state_dict(copy.deepcopy(state))
+            optimizer.load_state_dict(state)
+            continue
+        model.loss(rank, number).backward()
+        engine.step()
+        engine.zero_grad()
+        far.append(distance(engine, model, twin))
+    pieces = copy.deepcopy(optimizer.state_dict())
+    pieces["plumb"]["size"] += 1
+    fresh = Turned()
+    again = Rows(fresh.parameters()) if kind == "Rows" else torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    plumb.Engine(fresh, again, strategy=strategy)
+    for one, loaded in ((optimizer, pieces), (again, optimizer.state_dict())):
+        try:
+            one.load_state_dict(loaded)
+        except plumb.Error as error:
+            said.append(str(error))
+    return far, said
+
+
+@pytest.mark.parametrize("kind", ["Rows", "AdamW"])
+def test_state_of_one_process_is_loaded_at_any_time_and_that_of_a_rank_where_it_was(kind: str) -> None:
+    for rank, (far, said) in enumerate(plumb.spawn(loads_ones_state, 2, ("zero1", kind))):
+        assert max(far) < 1e-9, far
+        assert f"is of rank {rank} of 3, and this is rank {rank} of 2: each rank loads what it saved" in said[0]
+        assert "loaded before the engine's first step" in said[1]
