@@ -76,7 +76,7 @@ class Replaced:
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         self._names = {id(parameter): name for name, parameter in named}
         self._rank = rank
-        self._places: list[tuple[weakref.ref[nn.Module], str, str]] = []
+        self._places: dict[tuple[weakref.ref[nn.Module], str], str] = {}  # the names of what was there, by module and attribute
         watch(self)
 
     def __bool__(self) -> bool:
@@ -88,14 +88,14 @@ class Replaced:
     def notice(self, module: nn.Module, attribute: str, old: torch.Tensor) -> None:
         name = self._names.get(id(old))
         if name is not None:
-            self._places.append((weakref.ref(module), attribute, name))
+            self._places.setdefault((weakref.ref(module), attribute), name)
 
     def check(self, stepped: Container[int] | None = None) -> None:
         """An Error where a parameter that wants gradients stands in a place and is none of the engine's. Others may come and go.
 
         ``stepped``: the identities of what an optimizer updates, where nothing else counts.
         """
-        for place, attribute, name in self._places:
+        for (place, attribute), name in self._places.items():
             module = place()
             now = None if module is None else module._parameters.get(attribute)
             if now is None or not now.requires_grad or self.knows(now):

@@ -208,6 +208,12 @@ def test_names_of_a_compiled_model_are_those_of_the_plain_one(around: Any, tmp_p
     safetensors.save_file({name: torch.zeros_like(one) for name, one in plain.named_parameters()}, tmp_path / "all.safetensors")
     with plumb.Engine(whole, plumb.SGD(lr=1.0)) as engine:
         assert not engine.load_weights(tmp_path / "all.safetensors").mismatches
+        safetensors.save_file({"1.weight": torch.ones(2, 2), "more": torch.ones(1)}, tmp_path / "few.safetensors")
+        with pytest.raises(plumb.Error, match="do not fit this engine"):
+            engine.load_weights(tmp_path / "few.safetensors")
+        told = engine.load_weights(tmp_path / "few.safetensors", strict=False).mismatches
+        assert {one.what for one in told} == {"weight '0.0.weight'", "weight '0.0.bias'", "weight '1.bias'", "weight 'more'"}
+        assert plain[1].weight.eq(1.0).all() and plain[0][0].weight.eq(0.0).all()
         for names in ({"1.weight", "1.bias"}, {name for name, one in whole.named_parameters() if not one.requires_grad}):
             engine.save(tmp_path / "saved", leave_out=names)
             assert {one.what for one in engine.load(tmp_path / "saved", strict=False).mismatches} == {"weight '1.weight'", "weight '1.bias'"}

@@ -55,3 +55,29 @@ def test_what_came_after_the_engine_is_an_error_on_every_rank(strategy: str, how
         assert [bool(one) for one in said] == [False, False, True, False, True], said
         for one in (said[2], said[4]):
             assert f"rank {rank}: parameter '{name}' came into the model after the engine was built" in one
+
+
+def test_what_comes_into_a_newcomer_is_noticed_too() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    model.extra = nn.Sequential()
+    engine.step()
+    model.extra.append(nn.Linear(2, 2))
+    with pytest.raises(plumb.Error, match="parameter 'extra.0.weight' came into the model"):
+        engine.step()
+
+
+def test_what_is_replaced_is_noticed_by_each_engine() -> None:
+    models = [make(), make()]
+    engines = [plumb.Engine(model, plumb.SGD(lr=0.1)) for model in models]
+    for model, engine in zip(models, engines, strict=True):
+        engine.step()
+        old = model.last.weight
+        for _ in range(5):  # there and back
+            model.last.weight = nn.Parameter(old.detach().clone())
+            model.last.weight = old
+        engine.step()
+        assert len(engine._replaced._places) == 1, "a place is one, however often something is put there"
+        model.last.weight = nn.Parameter(old.detach().clone())
+        with pytest.raises(plumb.Error, match="parameter 'last.weight' was replaced after the engine was built"):
+            engine.step()

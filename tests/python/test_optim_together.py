@@ -131,7 +131,8 @@ def steps_with_a_closure(kind: type[torch.optim.Optimizer]) -> float | str:
     other = kind(twin.parameters(), lr=0.1)  # type: ignore[call-arg]
     try:
         for number in range(3):
-            optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
+            words = {"closure": lambda number=number: closure(number)}
+            optimizer.step(**words) if number == 1 else optimizer.step(words["closure"])  # type: ignore[arg-type]
             engine.zero_grad()
             step_twin(twin, other, 2, number)
     except plumb.Error as error:

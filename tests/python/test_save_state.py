@@ -408,3 +408,23 @@ def test_extras_keep_the_kinds_of_what_they_hold(tmp_path: Path) -> None:
         for what, value in hollow.items():
             with pytest.raises(plumb.SaveError, match=r"extra 'it'.* is a (Shards|tensor of the meta device); a checkpoint holds tensors with numbers"):
                 engine.save(tmp_path, extras={"it": Gives(value)})
+
+
+def test_of_two_loads_before_the_first_step_the_second_counts(tmp_path: Path) -> None:
+    def run(loads: list[str]) -> list[float]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2)
+        engine = plumb.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), strategy="zero2")
+        for path in loads:
+            engine.load(path)
+        for number in range(2):
+            if not loads:
+                engine.save(tmp_path / str(number))
+            (model(torch.full((1, 3), 1.0 + engine.world.rank)).square()).sum().backward()
+            engine.step()
+            engine.zero_grad()
+        whole: list[float] = model.weight.flatten().tolist()
+        return whole
+
+    undisturbed = plumb.spawn(run, 2, ([],))
+    assert plumb.spawn(run, 2, ([str(tmp_path / "1"), str(tmp_path / "0")],)) == undisturbed

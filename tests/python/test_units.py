@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from typing import Any
 
@@ -115,3 +117,33 @@ def test_a_unit_is_closed_also_where_its_forward_failed() -> None:
     (one,) = plumb.spawn(fails_inside, 1, ("ddp",))
     for found in plumb.spawn(fails_inside, 2, ("zero3",)):
         assert found[:2] == ["planned", 0] and found[2] == pytest.approx(one[2], abs=1e-5)
+
+
+class Wider(nn.Linear):
+    """Of a class derived from one that may be named."""
+
+
+def copied_and_derived() -> list[Any]:
+    model = nn.Sequential(Wider(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+    plumb.unit(model[2])
+    seen: list[tuple[int, ...]] = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(tuple(module.weight.detach().sum(1).shape)))
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[nn.Linear]) as engine:
+        model(torch.ones(1, 4)).sum().backward()
+        units = choose(model, [nn.Linear]), choose(model, ["0"]), choose(model, lambda name, _: name == "1")
+        model[0]._forward_pre_hooks.popitem()  # which no pickle holds
+        with engine.gathered(model):
+            twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            expected = model(torch.ones(1, 4))
+        for twin in twins:
+            assert torch.equal(twin(torch.ones(1, 4)), expected)
+            twin(torch.ones(1, 4)).sum().backward()
+        assert engine.gathered_bytes == 0
+        numbers = {id(module): name for name, module in model.named_modules()}
+        return [seen, *([numbers[id(one)] for one in chosen] for chosen in units)]
+
+
+def test_units_of_derived_classes_marked_ones_and_what_a_copy_is() -> None:
+    for seen, classes, names, predicate in plumb.spawn(copied_and_derived, 2):
+        assert seen == [(4,)], "a hook of the user's before a forward finds whole parameters"
+        assert classes == ["0", "1", "2", "2.0"] and names == ["0", "2"] and predicate == ["1", "2"], "marked ones are units in any case"
