@@ -307,6 +307,22 @@ def test_whole_models_in_f32(tmp_path: Path) -> None:
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
 
 
+def test_a_checkpoint_does_not_know_that_its_model_was_compiled(tmp_path: Path) -> None:
+    """Names of frozen parameters and of weights with two names are those of the plain model."""
+    torch.manual_seed(1)
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    compiled: Any = torch.compile(Net(), backend="eager")
+    engine = deepspeed.initialize(model=compiled, config=config)[0]
+    for words in ({}, {"exclude_frozen_parameters": True}):
+        engine.save_checkpoint(tmp_path, **words)
+        state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        assert state.keys() == {name for name in Net().state_dict() if not name.startswith("layers.1")}
+        assert state["head.weight"] is state["layers.0.weight"]
+    engine.module._orig_mod.layers[2].bias.data = torch.zeros(2)
+    with pytest.raises(plumb.Error, match="size mismatch for 'layers.2.bias'"):
+        engine.load_checkpoint(tmp_path, load_module_only=True, load_module_strict=False)
+
+
 def consolidated(folder: str) -> Any:
     engine = build(3, "bf16", zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True})
     state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)

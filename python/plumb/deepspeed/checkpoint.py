@@ -15,6 +15,7 @@ from torch import nn
 from .. import save as _save
 from .._C import Loading, SaveError, SavedCheckpoint
 from ..durable import write_text
+from ..given import uncompiled
 from .config import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Record:
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
             "scaling": None if scaling is None else {name: getattr(scaling, name) for name in _SCALING},
-            "frozen": [name for name, p in engine.module.named_parameters() if not p.requires_grad],
+            "frozen": [uncompiled(name) for name, p in engine.module.named_parameters() if not p.requires_grad],
             "shared": shared(engine.module),
             "dp_world_size": engine.world_size,
         }
@@ -75,7 +76,7 @@ def shared(module: nn.Module) -> dict[str, str]:
     """Parameters with more than one name: the others, and the one that a checkpoint knows."""
     known: dict[int, str] = {}
     pairs = module.named_parameters(remove_duplicate=False)
-    return {name: known[id(p)] for name, p in pairs if known.setdefault(id(p), name) != name}
+    return {uncompiled(name): uncompiled(known[id(p)]) for name, p in pairs if known.setdefault(id(p), name) != name}
 
 
 def record_of(checkpoint: SavedCheckpoint) -> dict[str, Any] | None:
@@ -224,7 +225,7 @@ def _load_weights(
     if state is not None:
         record.load_state_dict(state if not module_only else {**state, "lr_scheduler": {}})
     if custom is None:
-        live = {name: list(tensor.shape) for name, tensor in (*engine.module.named_parameters(), *engine.module.named_buffers())}
+        live = {uncompiled(name): list(tensor.shape) for name, tensor in (*engine.module.named_parameters(), *engine.module.named_buffers())}
         for tensor in saved.tensors:
             if tensor.kind in ("weight", "buffer") and live.get(tensor.name, tensor.shape) != tensor.shape:
                 raise ConfigError(
