@@ -87,6 +87,31 @@ def test_every_stage_trains_as_one_process_would(stage: int) -> None:
         assert {case: one for case, one in by_case.items() if one > KINDS[case.split()[0]][2]} == {}
 
 
+def runs_out(stage: int, op: str) -> float:
+    """Rank 0 has one batch of each step, the others three."""
+    engine, _, _, _ = deepspeed.initialize(
+        model=make(), config=config_of(stage, 3, gradient_clipping=0.0, gradient_allreduce_op=op)
+    )
+    twin = make()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1)
+    for i in range(2 * 3):
+        engine.backward(engine(*batch(engine.global_rank, i)) if engine.global_rank or i % 3 == 0 else None)
+        engine.step()
+        for rank in range(2):
+            if rank or i % 3 == 0:
+                (twin(*batch(rank, i)) / 3 / (2 if op == "mean" else 1)).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.global_steps == 2
+    return far(engine, list(twin.parameters()))
+
+
+@pytest.mark.parametrize(("stage", "op"), [(0, "mean"), (0, "sum"), (1, "mean"), (2, "sum"), (3, "mean")])
+def test_a_rank_that_ran_out_of_batches_takes_part_with_nothing(stage: int, op: str) -> None:
+    assert max(plumb.spawn(runs_out, 2, (stage, op))) < 1e-5
+
+
 # ---- the meaning of its words
 
 

@@ -194,6 +194,35 @@ def test_parameters_of_several_engines_are_gathered_together(first: int, second:
     plumb.spawn(averages, 2, (first, second))
 
 
+# ---- copies
+
+
+def copied(kind: str) -> None:
+    """As those who keep a mean of the weights do, or who save the whole module."""
+    torch.manual_seed(3)
+    model = Tied("")
+    plain = copy.deepcopy(model)
+    engine = built(3, model)
+    x, y = next(batches(0, 1))
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        if kind == "deepcopy":
+            twin = copy.deepcopy(model)
+        else:
+            twin = pickle.loads(pickle.dumps(model))
+    assert all(type(module._parameters) is dict for module in twin.modules())
+    for model_of_its_own in (plain, twin):
+        model_of_its_own(x, y).backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(one, other) and torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    engine.backward(engine(x, y))
+    engine.step()
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_a_copy_of_a_sharded_model_is_a_plain_one(kind: str) -> None:
+    plumb.spawn(copied, 2, (kind,))
+
+
 # ---- one model, one engine after another
 
 

@@ -136,23 +136,29 @@ class DeepSpeedEngine(Settings):
         ranks = self.world_size if self._config["gradient_allreduce_op"] == "sum" else 1
         return float(ranks / self.gradient_accumulation_steps())
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """``loss`` over the number of accumulation steps is one contribution; the mean over ranks is taken at the boundary."""
+    def backward(self, loss: torch.Tensor | None, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor | None:
+        """``loss`` over the number of accumulation steps is one contribution; the mean over ranks is taken at the boundary.
+
+        None: this rank ran out of batches, and contributes nothing to this backward of the others.
+        """
         self._needs_optimizer("backward")
-        if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad:
+        if loss is not None and (not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad):
             raise ConfigError(
                 "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors; a rank with"
-                " nothing to contribute calls engine.engine.backward(None)"
+                " nothing to contribute calls backward(None)"
             )
-        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        scaled = loss / self.gradient_accumulation_steps() if loss is not None and scale_wrt_gas else loss
         self._backwards += 1
         self._held = self.inside_no_sync_ctxt or not self.is_gradient_accumulation_boundary()
         self._held = self._held and not self.zero_optimization_partition_gradients()
         self._in_backward = True
         try:
             with self.engine.no_sync() if self._held else contextlib.nullcontext():
-                summed = scaled * self.world_size if self._config["gradient_allreduce_op"] == "sum" else scaled
-                self.engine.backward(summed.reshape(()), retain_graph=retain_graph)
+                if scaled is None:
+                    self.engine.backward(None)
+                else:
+                    summed = scaled * self.world_size if self._config["gradient_allreduce_op"] == "sum" else scaled
+                    self.engine.backward(summed.reshape(()), retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return scaled

@@ -49,7 +49,10 @@ class _Of(threading.local):
 
 
 class Outside:
-    """Of one engine: begins with ``Outside(module, units)``, and ends with ``close()``."""
+    """Of one engine: begins with ``Outside(module, units)``, and ends with ``close()``.
+
+    A copy of the module (deepcopy, pickle) is sharded by nobody: what its hooks hold knows no parameter.
+    """
 
     def __init__(self, root: nn.Module, units: list[nn.Module]) -> None:
         self._here = _Of()
@@ -71,6 +74,12 @@ class Outside:
             if any(id(parameter) in self._units for parameter in module.parameters(recurse=False)):
                 module._parameters = _Parameters(module._parameters, self)
                 self._changed.append(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Outside":
+        return _of_a_copy()
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
 
     @property
     def parameters(self) -> Iterable[int]:
@@ -150,6 +159,10 @@ class Outside:
                 made[key] = part
             return made
         return None
+
+
+def _of_a_copy() -> Outside:
+    return Outside(nn.Module(), [])
 
 
 class _Parameters(dict[str, Any]):

@@ -167,7 +167,7 @@ def _saves_checkpoints() -> None:
 
 METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
     "forward": ("", lambda: shared()(torch.ones(2, 3))),
-    "backward": ("a loss of one element; `scale_wrt_gas`, `retain_graph`", lambda: trained(engine())),
+    "backward": ("a loss of one element, or None where this rank ran out of batches; `scale_wrt_gas`, `retain_graph`", lambda: trained(engine())),
     "step": ("", lambda: trained(engine())),
     "scale": ("", lambda: engine().scale(shared()(torch.ones(2, 3)).sum()).backward()),
     "no_sync": ("stages 0 and 1, as there", lambda: engine().no_sync().__enter__()),
