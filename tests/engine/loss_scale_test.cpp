@@ -183,6 +183,25 @@ TEST_P(LossScaleIn, GradientsOfASkippedStepStayInTheirScale) {
            {.initial = 1024, .backoff = 0.25});
 }
 
+// Without another backward: the scale has fallen since, and the gradients have not.
+TEST_P(LossScaleIn, GradientsOfASkippedStepThatWereMendedAreThoseOfTheirOwnBackward) {
+  falls_by(2,
+           [](Engine& engine, Parts& model, const World& world) {
+             auto gradients = ones(2);
+             if (world.rank() == 1) gradients[4][3] = NAN;
+             engine.backward(model.loss(gradients));
+             EXPECT_TRUE(engine.step().skipped);
+             model.parameters()[4].mutable_grad().nan_to_num_(2 * 1024.0);
+             const double norm = 2 * std::sqrt(35 + 3 + 1 + 24 + 37 + 1 + 16 + 5);
+             EXPECT_NEAR(engine.grad_norm().item<double>(), norm, 1e-9);
+             const StepInfo info = engine.step();
+             EXPECT_FALSE(info.skipped);
+             EXPECT_EQ(info.loss_scale, 256);
+             EXPECT_NEAR(info.grad_norm.item<double>(), norm, 1e-9);
+           },
+           {.initial = 1024, .backoff = 0.25});
+}
+
 TEST_P(LossScaleIn, TheNormIsThatOfTheTrueGradients) {
   falls_by(0.5, [](Engine& engine, Parts& model, const World&) {
     const double wanted = 0.5 * std::sqrt(35 + 3 + 1 + 24 + 37 + 1 + 16 + 5);

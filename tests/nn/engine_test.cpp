@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "engine/impl.h"
 #include "plumb/nn.h"
 #include "plumb/plumb.h"
 
@@ -97,6 +98,34 @@ TEST_P(FusedEngine, APassHoldsABackwardAndWhatItPutOff) {
     const auto wanted = play(false), got = play(true);
     ASSERT_EQ(got.size(), wanted.size());
     for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].allclose(wanted[i], 1e-5, 1e-6)) << i;
+  });
+}
+
+// Nor is it waited for: a bucket is on its way as soon as backward_dw() has brought what was missing, beside the rest of the pass.
+TEST_P(FusedEngine, AReductionBeginsWithTheLastGradientThatWasPutOff) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(5);
+    Stack stack(true);
+    lock.unlock();
+    Engine engine(world, stack, SGD{.lr = 0.1},
+                  {.strategy = GetParam(), .bucket_bytes = 400, .first_bucket_bytes = 400});
+    const auto begun = [&] { return engine.impl().reducer->progress().launched; };
+    for (int step = 0; step < 3; ++step) {
+      SCOPED_TRACE(step);
+      ASSERT_EQ(engine.impl().reducer->buckets().size(), 3U) << "one for each layer";
+      const auto pass = engine.pass();
+      engine.backward(stack.loss(at::ones({4, 8}) * (world.rank() + 1)));
+      EXPECT_EQ(begun(), 0);
+      stack.third->backward_dw();
+      EXPECT_EQ(begun(), 1);
+      stack.second->backward_dw();
+      EXPECT_EQ(begun(), 2);
+      stack.first->backward_dw();
+      EXPECT_EQ(begun(), 2) << "the last bucket goes with the end of the pass";
+    }
+    engine.step();
   });
 }
 

@@ -326,6 +326,53 @@ TEST(Clipping, IsSeenInAGradientThatHasAGraph) {
   });
 }
 
+// Of a model in two dtypes, whichever comes first: a norm that was rounded to the narrower one would clip the others by it.
+TEST_P(NormIn, IsAsPreciseAsTheWidestGradient) {
+  constexpr double little = 0x1p-24;  // no digit of the norm is the narrow one's
+  for (const bool wide_first : {false, true}) {
+    run_local(2, [&](World world) {
+      const at::Tensor narrow = at::zeros({30}).requires_grad_(), wide = at::zeros({30}, at::kDouble).requires_grad_();
+      NamedTensors named{{"narrow", narrow}, {"wide", wide}};
+      if (wide_first) std::swap(named[0], named[1]);
+      Engine engine(world, named, {}, SGD{.lr = 1}, {.strategy = GetParam(), .clip_norm = 1.0});
+      const double norm = 1.1 * std::sqrt(30.0);
+      for (int step = 1; step <= 2; ++step) {
+        (little * narrow.sum() + 1.1 * wide.sum()).backward();
+        EXPECT_NEAR(engine.grad_norm().item<double>(), norm, 1e-12);
+        EXPECT_NEAR(engine.step().grad_norm.item<double>(), norm, 1e-12);
+        engine.zero_grad();
+        EXPECT_LT(distance(engine.full_parameter(wide), at::full_like(wide, -step * 1.1 / (norm + 1e-6))), 1e-12);
+      }
+    });
+  }
+}
+
+// As torch's clip_grad_norm_: beside what is infinite, what is finite becomes nothing; beside what is no number, none.
+TEST_P(NormIn, ThatIsNotFiniteClipsAsTorchDoes) {
+  for (const double bad : {INFINITY, NAN}) {
+    at::Tensor factors = at::full({30}, 3.0);
+    factors[7] = bad;
+    const auto loss = [&](const std::vector<at::Tensor>& all) { return 2 * all[0].sum() + (all[1] * factors).sum(); };
+    const auto make = [] {
+      return std::vector<at::Tensor>{at::zeros({30}).requires_grad_(), at::zeros({30}).requires_grad_()};
+    };
+    const std::vector<at::Tensor> theirs = make();
+    loss(theirs).backward();
+    torch::nn::utils::clip_grad_norm_(theirs, 1.0);
+    run_local(2, [&](World world) {
+      const std::vector<at::Tensor> ours = make();
+      Engine engine(world, NamedTensors{{"a", ours[0]}, {"b", ours[1]}}, {}, SGD{.lr = 1},
+                    {.strategy = GetParam(), .clip_norm = 1.0});
+      loss(ours).backward();
+      EXPECT_FALSE(std::isfinite(engine.step().grad_norm.item<double>()));
+      for (size_t i = 0; i < 2; ++i) {
+        const at::Tensor found = engine.full_parameter(ours[i]);
+        EXPECT_TRUE(at::allclose(found, -theirs[i].grad(), 1e-6, 1e-6, /*equal_nan=*/true)) << bad << ": " << found;
+      }
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, NormIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 

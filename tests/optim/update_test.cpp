@@ -60,6 +60,42 @@ TEST(Updater, SgdWithDampeningEqualsLibtorchs) {
                        });
 }
 
+// The first update of a momentum is another one than those that follow, for each parameter, whichever are updated with it.
+TEST(Updater, DampeningBeginsAnewForEveryParameterOfAStep) {
+  const auto model = [] {
+    NamedTensors named;
+    for (int i = 0; i < 6; ++i) {
+      named.emplace_back("p" + std::to_string(i), at::full({20}, 1.0 + i).requires_grad_());
+    }
+    return named;
+  };
+  const auto loss = [](const NamedTensors& named, int step) {
+    at::Tensor sum = at::zeros({});
+    for (int i = 0; i < 6; ++i) {
+      if (i % 2 == 0 || step > 0) sum = sum + (i + step + 1) * named[static_cast<size_t>(i)].second.pow(2).sum();
+    }
+    return sum;
+  };
+  for (const int64_t bucket_bytes : {100, 4 << 20}) {
+    const NamedTensors ours = model(), theirs = model();
+    std::vector<at::Tensor> parameters;
+    for (const auto& [name, parameter] : theirs) parameters.push_back(parameter);
+    torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.01).momentum(0.9).dampening(0.4));
+    Engine engine(World(), ours, {}, SGD{.lr = 0.01, .momentum = 0.9, .dampening = 0.4},
+                  {.bucket_bytes = bucket_bytes, .first_bucket_bytes = bucket_bytes});
+    for (int step = 0; step < 3; ++step) {
+      for (const NamedTensors* named : {&ours, &theirs}) loss(*named, step).backward();
+      engine.step();
+      optimizer.step();
+      engine.zero_grad();
+      optimizer.zero_grad();
+      for (size_t i = 0; i < 6; ++i) {
+        EXPECT_TRUE(at::allclose(ours[i].second, theirs[i].second, 1e-6, 1e-6)) << ours[i].first << ", step " << step;
+      }
+    }
+  }
+}
+
 // torch's optimizers beside ours, in every strategy, with gradients that come only now and then.
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
 
