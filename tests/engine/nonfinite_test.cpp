@@ -145,6 +145,29 @@ TEST(NonFinite, ErrorNamesTheRankThatBroughtItFirst) {
   }
 }
 
+// Of this step: what an earlier one was mended of is not looked at again.
+TEST(NonFinite, ErrorNamesNobodyOfAnEarlierStep) {
+  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
+    const auto texts = errors(3, [&](World world) {
+      Parts model(5);
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = strategy, .nonfinite = NonFinite::error});
+      const auto poisoned = [&](int rank) {
+        auto gradients = ones(2);
+        if (world.rank() == rank) gradients[3].view(-1)[0] = NAN;
+        return model.loss(gradients);
+      };
+      engine.backward(poisoned(0));
+      model.parameters()[3].mutable_grad().reset();  // the others stay
+      EXPECT_FALSE(engine.step().skipped);
+      engine.backward(model.loss(ones(2)));
+      engine.backward(poisoned(2));
+      engine.step();
+    });
+    EXPECT_THAT(texts, testing::Each(HasSubstr("(that of rank 2 was not, in backward 2, before it was summed)")))
+        << strategy;
+  }
+}
+
 // What was written after the sum is nobody's.
 TEST(NonFinite, ErrorNamesNoRankWhereNoneBroughtIt) {
   for (const std::string& text : errors(2, [](World world) {

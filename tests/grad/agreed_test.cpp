@@ -8,6 +8,7 @@
 #include "grad/support/leaf.h"
 #include "plumb/fused.h"
 #include "plumb/plumb.h"
+#include "scenarios/support/models.h"
 #include "watch/wire.h"
 
 namespace plumb {
@@ -53,6 +54,35 @@ TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOf
       engine.step();
     });
     EXPECT_THAT(pieces, Each(HasSubstr("alike on every rank")));
+  }
+}
+
+// Nor do ranks differ in what they cleared because an operation of one of them has written since.
+TEST(AgreedGradients, ThatWereClearedAreSoThoughAnOperationOfOneRankWroteNewOnes) {
+  for (const char* strategy : {"ddp", "zero1", "zero2"}) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf({40}), b = leaf({3});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      for (int step = 1; step <= 3; ++step) {
+        (a.sum() + b.sum()).backward();
+        engine.zero_grad();
+        if (world.rank() == 1) {
+          const auto sink = sink_of(a);
+          sink->put_off();
+          const GradTarget target = sink->open();
+          EXPECT_FALSE(target.accumulate);
+          target.buffer.fill_(4);
+          sink->wrote();
+          sink->made_up();
+        }
+        if (step == 3) b.sum().backward();
+        engine.step();
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(a).eq(-2 * step).all().item<bool>()) << strategy << ", step " << step;
+        EXPECT_TRUE(engine.full_parameter(b).eq(step == 3 ? -1 : 0).all().item<bool>()) << strategy;
+      }
+    });
+    EXPECT_THAT(texts, Each("none")) << strategy;
   }
 }
 
@@ -126,6 +156,39 @@ TEST(AgreedGradients, CostOneHostMessageInAPassAndOneInAStep) {
 }
 
 Reducer& reducer_of(Engine& engine) { return *engine.impl().reducer; }
+
+// What rank 0 writes becomes everybody's: of the same parameters, all of them.
+TEST(AgreedWrites, AreOfTheSameParametersOnEveryRank) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    for (const int other : {0, 2}) {
+      const auto texts = errors(3, [&](World world) {
+        at::Tensor a = leaf({5}), b = leaf({40}), c = leaf({3});
+        Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+        const auto scope = engine.gathered({a, world.rank() == other ? c : b}, Access::write);
+      });
+      EXPECT_THAT(texts, Each(AllOf(HasSubstr("engine.gathered({'a', 'c'}, Access::write)"),
+                                    HasSubstr("engine.gathered({'a', 'b'}, Access::write)"),
+                                    HasSubstr("for the same parameters"))))
+          << strategy;
+    }
+  }
+}
+
+// As of parameters outside of all units.
+TEST(AgreedGradients, OfUnitsAreNotMovedBetweenParametersWhereTheyArePieces) {
+  const auto texts = errors(2, [&](World world) {
+    scenarios::Alike model(2);
+    Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero3"});
+    const auto run = [&] { model.layers[1]->forward(model.layers[0]->forward(at::ones({2, 6}))).sum().backward(); };
+    run();
+    const auto weights = model.parameters();
+    const at::Tensor first = weights[0].grad(), second = weights[2].grad();
+    weights[0].mutable_grad() = second;
+    weights[2].mutable_grad() = first;
+    run();
+  });
+  EXPECT_THAT(texts, Each(HasSubstr("is another parameter's piece")));
+}
 
 TEST(AbsentRanks, AreToldOfABackwardThatFailedElsewhere) {
   const auto texts = errors(2, [](World world) {

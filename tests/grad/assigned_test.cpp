@@ -6,6 +6,7 @@
 #include "engine/impl.h"
 #include "errors.h"
 #include "grad/support/leaf.h"
+#include "plumb/fused.h"
 #include "plumb/plumb.h"
 #include "watch/wire.h"
 
@@ -183,6 +184,57 @@ TEST_P(AssignedIn, AFrozenParameterTravelsNoMoreAndIsTrainedAgainWhenItIsThawed)
   });
 }
 
+// The bucket becomes wider than the rule of this leaf: whatever .grad holds keeps its dtype, though it was there before, or others
+// brought all of it.
+TEST_P(AssignedIn, AGradientKeepsItsDtypeWhateverANeighbourAsksFor) {
+  if (GetParam() == "zero2") GTEST_SKIP() << "a piece is of its bucket's dtype";
+  run_local(3, [&](World world) {
+    const at::Tensor a = leaf({8}, at::kBFloat16), b = leaf({8}, at::kBFloat16);
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    const auto is = [&](const at::Tensor& leaf, at::ScalarType dtype, double value) {
+      EXPECT_EQ(leaf.grad().scalar_type(), dtype) << "rank " << world.rank();
+      EXPECT_TRUE(leaf.grad().eq(value).all().item<bool>()) << leaf.grad();
+    };
+    (a.sum() + b.sum()).backward();
+    b.mutable_grad().reset();
+    b.set_grad_dtype(at::kFloat);
+    b.sum().backward();
+    is(a, at::kBFloat16, 1);
+    is(b, at::kFloat, 1);
+    a.sum().backward();
+    is(a, at::kBFloat16, 2);
+    engine.zero_grad();
+    (world.rank() == 0 ? 3 * a.sum() + b.sum() : b.sum()).backward();
+    is(a, at::kBFloat16, 1);
+    (a.sum() + b.sum()).backward();
+    is(a, at::kBFloat16, 2);
+    is(b, at::kFloat, 2);
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(a).eq(-2).all().item<bool>());
+  });
+}
+
+// As an optimizer does that finds a gradient: whether the parameter may have one is the backward's business.
+TEST_P(AssignedIn, AGradientOfAFrozenParameterIsTheMeanOfWhatWasAssigned) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({40}), b = leaf({40}), c = at::zeros({40});
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .bucket_bytes = 64, .first_bucket_bytes = 64});
+    for (int step = 1; step <= 3; ++step) {
+      if (step == 2) b.set_requires_grad(false);
+      (a.sum() + b.sum()).backward();
+      if (step > 1) b.mutable_grad() = at::full({40}, 2.0 * world.rank());
+      if (step == 3) c.mutable_grad() = at::full({40}, 4.0 * world.rank());
+      engine.step();
+      engine.zero_grad();
+      EXPECT_FALSE(b.grad().defined());
+      EXPECT_TRUE(engine.full_parameter(a).eq(-step).all().item<bool>());
+      EXPECT_TRUE(engine.full_parameter(b).eq(-step).all().item<bool>()) << engine.full_parameter(b);
+      EXPECT_TRUE(engine.full_parameter(c).eq(step == 3 ? -2 : 0).all().item<bool>()) << engine.full_parameter(c);
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, AssignedIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
@@ -284,6 +336,35 @@ TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeTheStep) {
     EXPECT_TRUE(a.detach().eq(0.5).all().item<bool>()) << a;
     a.mutable_grad().reset();
   });
+}
+
+// And before an operation adds to it, in the engine's memory, which has not seen the change.
+TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeAnOperationAddsToIt) {
+  for (const bool inside : {false, true}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::ones({4}).requires_grad_(), b = leaf({4});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1});
+      a.pow(2).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+      a.grad().detach().mul_(0.25);
+      const auto write = [&] {
+        const auto sink = sink_of(a);
+        const GradTarget target = sink->open();
+        EXPECT_TRUE(target.accumulate);
+        target.buffer.add_(world.rank() + 1.0);
+        sink->wrote();
+      };
+      if (inside) {
+        const auto pass = engine.pass();
+        b.sum().backward();
+        write();
+      } else {
+        write();
+      }
+      engine.step();
+      EXPECT_TRUE(a.detach().eq(1 - 0.5 - 1.5).all().item<bool>()) << a << (inside ? ", inside a pass" : "");
+      a.mutable_grad().reset();
+    });
+  }
 }
 
 TEST(Assigned, WeightsOfBackwardsBelongToTheirStepAlone) {

@@ -308,6 +308,62 @@ TEST(Deterministic, AGradientChangedAfterTheLastShareIsAnError) {
 }
 
 // What no loss reached has no gradient: neither after a backward, nor after the step, which leaves it as it was.
+// What is frozen for a step takes no part in it; the shares before its thaw are nothing of it, and those behind count as ever.
+TEST(Deterministic, AParameterMayThawBetweenTwoShares) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const int ranks : {1, 2}) {
+      for (int thaws = 0; thaws <= 4 / ranks; ++thaws) {
+        run_local(ranks, [&](World world) {
+          SCOPED_TRACE(c10::str(strategy, " on ", ranks, ", thaws after ", thaws, " shares"));
+          at::Tensor a = at::zeros({40}).requires_grad_(), b = at::zeros({40}).requires_grad_();
+          Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                        {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64, .deterministic = true,
+                         .virtual_ranks = 4});
+          const int mine = 4 / ranks;
+          double wanted_a = 0, wanted_b = 0;
+          for (int step = 0; step < 4; ++step) {
+            if (step == 1) b.set_requires_grad(false);
+            for (int i = 0; i < mine; ++i) {
+              if (step == 2 && i == thaws) b.set_requires_grad(true);
+              const int share = world.rank() * mine + i + 1;
+              (share * (a.sum() + 3 * b.sum()) * engine.share_weight()).backward();
+            }
+            if (step == 2) b.set_requires_grad(true);
+            engine.step();
+            engine.zero_grad();
+            for (int share = 1; share <= 4; ++share) {
+              wanted_a -= share / 4.0;
+              const bool trained = step == 0 || step == 3 || (step == 2 && (share - 1) % mine >= thaws);
+              if (trained) wanted_b -= 3 * share / 4.0;
+            }
+            EXPECT_TRUE(engine.full_parameter(a).eq(wanted_a).all().item<bool>()) << "step " << step;
+            EXPECT_TRUE(engine.full_parameter(b).eq(wanted_b).all().item<bool>())
+                << "step " << step << ": " << engine.full_parameter(b)[0] << " instead of " << wanted_b;
+          }
+        });
+      }
+    }
+  }
+}
+
+// Also where its neighbour's memory is renewed meanwhile, since somebody keeps what was cleared.
+TEST(Deterministic, AChangeInPlaceIsSeenBesideAGradientThatSomebodyKeeps) {
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({40}).requires_grad_(), b = at::zeros({40}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy, .deterministic = true, .virtual_ranks = 4});
+      (a.sum() + b.sum()).backward();
+      const at::Tensor kept = a.grad();
+      a.mutable_grad().reset();
+      b.mutable_grad().mul_(2);
+      EXPECT_THAT([&] { (a.sum() + b.sum()).backward(); },
+                  testing::ThrowsMessage<std::exception>(
+                      testing::AllOf(testing::HasSubstr("'b'"), testing::HasSubstr("was changed in place"))));
+    });
+  }
+}
+
 TEST(Deterministic, GivesUnusedParametersNoGradient) {
   for (const char* strategy : {"ddp", "zero1", "zero2"}) {
     run_local(2, [&](World world) {

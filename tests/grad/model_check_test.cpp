@@ -94,58 +94,67 @@ TEST(BetweenSteps, IsWhereNoBackwardOfTheNextOneHasBegun) {
 // Between two backwards, a weight gradient that was put off waits for the next reduction: nobody is answered for its bucket, and
 // everybody for the others.
 TEST(BetweenSteps, WhatWasPutOffIsNoMeanYet) {
-  for (const char* strategy : {"ddp", "zero2"}) {
-    run_local(2, [&](World world) {
-      at::Tensor a = leaf({64}), b = leaf({64});
-      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
-                    {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64});
-      for (int step = 1; step <= 2; ++step) {
-        (a.sum() + b.sum()).backward();
-        const auto sink = sink_of(a);
-        sink->put_off();
-        EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(AllOf(HasSubstr("1 weight gradient of parameter 'a'"),
-                                                                       HasSubstr("backward_dw()"))));
-        const GradTarget target = sink->open();
-        const at::Tensor mine = at::full({64}, 2.0 * world.rank());
-        target.accumulate ? target.buffer.add_(mine) : target.buffer.copy_(mine);
-        sink->wrote();
-        sink->made_up();
-        const auto refused = ThrowsMessage<Error>(HasSubstr("backward_dw()"));
-        EXPECT_THAT([&] { engine.full_gradient(a); }, refused);
-        EXPECT_THAT([&] { engine.grad_norm(); }, refused);
-        EXPECT_TRUE(engine.full_gradient(b).eq(1).all().item<bool>());
-        if (step == 2) {
-          b.sum().backward();  // reduces it
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    for (const std::string late : {"a", "b"}) {  // whichever bucket that is
+      run_local(2, [&](World world) {
+        const NamedTensors named{{"a", leaf({64})}, {"b", leaf({64})}};
+        const at::Tensor &a = named[late == "a" ? 0 : 1].second, &b = named[late == "a" ? 1 : 0].second;
+        Engine engine(world, named, {}, SGD{.lr = 1},
+                      {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64});
+        for (int step = 1; step <= 2; ++step) {
+          (named[0].second.sum() + named[1].second.sum()).backward();  // they lie as they come
+          const auto sink = sink_of(a);
+          sink->put_off();
+          EXPECT_THAT([&] { engine.step(); },
+                      ThrowsMessage<Error>(AllOf(HasSubstr("1 weight gradient of parameter '" + late + "'"),
+                                                 HasSubstr("backward_dw()"))));
+          const GradTarget target = sink->open();
+          const at::Tensor mine = at::full({64}, 2.0 * world.rank());
+          target.accumulate ? target.buffer.add_(mine) : target.buffer.copy_(mine);
+          sink->wrote();
+          sink->made_up();
+          const auto refused = ThrowsMessage<Error>(HasSubstr("backward_dw()"));
+          EXPECT_THAT([&] { engine.full_gradient(a); }, refused);
+          EXPECT_THAT([&] { engine.grad_norm(); }, refused);
+          EXPECT_TRUE(engine.full_gradient(b).eq(1).all().item<bool>());
+          if (step == 2) {
+            b.sum().backward();  // reduces it
+            EXPECT_TRUE(engine.full_gradient(a).eq(2).all().item<bool>());
+          }
+          engine.step();
           EXPECT_TRUE(engine.full_gradient(a).eq(2).all().item<bool>());
+          engine.zero_grad();
+          EXPECT_TRUE(engine.full_parameter(a).eq(-2.0 * step).all().item<bool>());
         }
-        engine.step();
-        EXPECT_TRUE(engine.full_gradient(a).eq(2).all().item<bool>());
-        engine.zero_grad();
-        EXPECT_TRUE(engine.full_parameter(a).eq(-2.0 * step).all().item<bool>());
-      }
-    });
+      });
+    }
   }
 }
 
 // It waits for nothing after the step before which it was cleared.
 TEST(BetweenSteps, WhatWasPutOffAndClearedIsGone) {
-  for (const char* strategy : {"ddp", "zero2", "zero3"}) {
-    run_local(2, [&](World world) {
-      at::Tensor a = leaf({64}), b = leaf({64});
-      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
-                    {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64});
-      (a.sum() + b.sum()).backward();
-      const auto sink = sink_of(a);
-      sink->put_off();
-      sink->open().buffer.fill_(5);
-      sink->wrote();
-      sink->made_up();
-      engine.zero_grad();
-      engine.step();
-      EXPECT_EQ(engine.grad_norm().item<float>(), 0) << strategy;
-      EXPECT_FALSE(engine.full_gradient(a).defined()) << strategy;
-      EXPECT_TRUE(engine.full_parameter(a).eq(0).all().item<bool>()) << strategy;
-    });
+  for (const std::string strategy : {"ddp", "zero2", "zero3", "hsdp"}) {
+    for (const bool goes_on : {false, true}) {  // with another backward, or with step()
+      run_local(strategy == "hsdp" ? 4 : 2, [&](World world) {
+        at::Tensor a = leaf({64}), b = leaf({64});
+        Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                      {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64});
+        (a.sum() + b.sum()).backward();
+        const auto sink = sink_of(a);
+        sink->put_off();
+        sink->open().buffer.fill_(5);
+        sink->wrote();
+        sink->made_up();
+        engine.zero_grad();
+        if (goes_on) (2 * a.sum()).backward();
+        engine.step();
+        const double wanted = goes_on ? 2 : 0;
+        EXPECT_NEAR(engine.grad_norm().item<float>(), 8 * wanted, 1e-5) << strategy;
+        EXPECT_EQ(engine.full_gradient(a).defined(), goes_on) << strategy;
+        EXPECT_TRUE(engine.full_parameter(a).eq(-wanted).all().item<bool>()) << strategy;
+        EXPECT_TRUE(engine.full_parameter(b).eq(0).all().item<bool>()) << strategy;
+      });
+    }
   }
 }
 
@@ -170,6 +179,29 @@ TEST(BetweenSteps, AGradientThatSomethingWaitsForIsNotChangedInPlaceWhereReplica
   });
   EXPECT_THAT(texts[0], AllOf(HasSubstr("'layer.a'"), HasSubstr("was put off waits to be added")));
   for (int rank = 1; rank < 4; ++rank) EXPECT_THAT(texts[static_cast<size_t>(rank)], HasSubstr("failed on rank 0"));
+}
+
+// What lies in the buckets moves along, and what is the user's own stays his.
+TEST(BetweenSteps, AnOrderThatIsTakenLeavesGradientsAsTheyAre) {
+  for (const char* strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({3}), b = leaf({40}), c = leaf({5});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      b.mutable_grad() = at::full({40}, 4.0 * world.rank());
+      engine.impl().reducer->arrange({"b", "c", "a"});
+      EXPECT_EQ(engine.impl().reducer->order(), (std::vector<std::string>{"b", "c", "a"}));
+      a.mutable_grad() = at::full({3}, 6.0 * world.rank());
+      engine.step();
+      const at::Tensor found = engine.full_gradient(b);
+      EXPECT_TRUE(found.eq(2).all().item<bool>()) << strategy;
+      const at::Tensor copy = engine.full_gradient(a);
+      copy.zero_();  // the caller's own
+      EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>()) << strategy;
+      EXPECT_FALSE(engine.full_gradient(c).defined());
+      EXPECT_TRUE(engine.full_parameter(a).eq(-3).all().item<bool>()) << strategy;
+      EXPECT_TRUE(engine.full_parameter(b).eq(-2).all().item<bool>()) << strategy;
+    });
+  }
 }
 
 // Of an order that was saved: taken where gradients and state may still move.

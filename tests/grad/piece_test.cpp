@@ -445,6 +445,49 @@ TEST(Piece, AListIsOneMessage) {
   EXPECT_EQ(questions.size(), 2);
 }
 
+// Each engine's ranks are asked by themselves, in the order in which the list names them.
+TEST(Piece, AListMayBeOfSeveralEngines) {
+  run_local(3, [](World world) {
+    std::vector<at::Tensor> all;
+    for (const int64_t size : {50, 3, 70, 20}) all.push_back(torch::zeros({size}).requires_grad_());
+    Engine one(world, NamedTensors{{"a", all[0]}, {"c", all[2]}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+    Engine other(world, NamedTensors{{"b", all[1]}, {"d", all[3]}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+    (1 * all[0].sum() + 2 * all[1].sum() + 3 * all[2].sum() + 4 * all[3].sum()).backward();
+    const double norm = std::sqrt(50 + 4.0 * 3 + 9.0 * 70 + 16.0 * 20);
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : all) gradients.push_back(parameter.grad());
+    const auto largest = at::_foreach_max(gradients);
+    for (size_t i = 0; i < 4; ++i) EXPECT_EQ(largest[i].item<double>(), 1.0 + static_cast<double>(i));
+    EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(all, 1.0), norm, 1e-4);
+    one.step();
+    other.step();
+    for (size_t i = 0; i < 4; ++i) {
+      Engine& engine = i % 2 == 0 ? one : other;
+      const double wanted = -(1.0 + static_cast<double>(i)) / norm;
+      EXPECT_LT((engine.full_parameter(all[i]) - wanted).abs().max().item<double>(), 1e-5) << i;
+    }
+  });
+}
+
+TEST(Piece, AListOfTwoDtypesIsAskedInEachOnesOwn) {
+  for (const bool wide_first : {false, true}) {
+    run_local(2, [&](World world) {
+      const at::Tensor narrow = torch::zeros({40}).requires_grad_(), wide = torch::zeros({40}, at::kDouble).requires_grad_();
+      Engine engine(world, NamedTensors{{"narrow", narrow}, {"wide", wide}}, {}, SGD{}, {.strategy = "zero2"});
+      (narrow.sum() + 1.1 * wide.sum()).backward();
+      std::vector<at::Tensor> gradients = {narrow.grad(), wide.grad()};
+      if (wide_first) std::swap(gradients[0], gradients[1]);
+      for (const double order : {1.0, 2.0, 3.0}) {
+        const auto norms = at::_foreach_norm(gradients, order);
+        EXPECT_EQ(norms[wide_first ? 1 : 0].scalar_type(), at::kFloat);
+        const at::Tensor found = norms[wide_first ? 0 : 1];
+        EXPECT_EQ(found.scalar_type(), at::kDouble);
+        EXPECT_NEAR(found.item<double>(), 1.1 * std::pow(40.0, 1 / order), 1e-12) << order;
+      }
+    });
+  }
+}
+
 struct Warnings : c10::WarningHandler {
   void process(const c10::Warning& warning) override { text += warning.msg(); }
   std::string text;

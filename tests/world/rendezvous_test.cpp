@@ -226,6 +226,14 @@ TEST(Rendezvous, RankZeroServesThePortThatItsLauncherHasBound) {
   for (Process& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
 }
 
+// What a rank starts may outlive it, and would hold the port that the next run wants.
+TEST(Rendezvous, NoProgramThatARankStartsHasThePort) {
+  const Port port;
+  std::vector<Process> ranks;
+  for (int rank = 0; rank < 2; ++rank) ranks.emplace_back("start a program", at_port(port, rank, 2));
+  for (Process& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
+}
+
 // Left over from another launcher's rank: closed, of another port, or no socket at all.
 TEST(Rendezvous, ADescriptorThatIsNotBoundToThePortIsLeftAlone) {
   const Port other;

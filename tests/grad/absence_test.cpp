@@ -1,0 +1,91 @@
+// Ranks that run out of inputs at different times, whatever the others do: each pass adds what those bring who are still there.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "engine/impl.h"
+#include "engine/support/plain.h"
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+using namespace test;
+
+class AbsenceIn : public testing::TestWithParam<std::string> {};
+
+// Drawn: who leaves when, what each backward reaches on which rank, whether gradients are cleared before it, in many buckets or one,
+// and whether sums are divided by all ranks or by those who are there.
+TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
+  for (uint64_t seed = 1; seed <= 40 && !HasFailure(); ++seed) {
+    Draw plan(seed);
+    const int ranks = static_cast<int>(plan.whole(2, 4));
+    std::vector<int64_t> leaves;  // by rank: after so many backwards; rank 0 stays
+    for (int rank = 0; rank < ranks; ++rank) leaves.push_back(rank == 0 ? 6 : plan.whole(0, 5));
+    const bool by_all = plan.one_in(2);
+    const int64_t bucket_bytes = plan.of<int64_t>({100, 4 << 20});
+    run_local(ranks, [&](World world) {
+      SCOPED_TRACE(c10::str("seed ", seed, ", rank ", world.rank(), " of ", ranks));
+      Draw draw(seed + 1000);  // the same on every rank
+      const std::vector<std::vector<int64_t>> shapes = {{7}, {30}, {}, {3, 5}, {0}, {16}};
+      std::vector<at::Tensor> parameters, wanted(shapes.size());
+      NamedTensors named;
+      for (const auto& shape : shapes) {
+        parameters.push_back(at::zeros(shape, at::kDouble).requires_grad_());
+        named.emplace_back(c10::str("p", named.size()), parameters.back());
+      }
+      Engine engine(world, named, {}, NoOptimizer{},
+                    {.strategy = GetParam(), .bucket_bytes = bucket_bytes, .first_bucket_bytes = bucket_bytes});
+      Reducer& reducer = *engine.impl().reducer;
+      for (int64_t pass = 0; pass < 6; ++pass) {
+        SCOPED_TRACE(c10::str("pass ", pass));
+        const auto is_there = [&](int rank) { return pass < leaves[static_cast<size_t>(rank)]; };
+        int there = 0;
+        for (int rank = 0; rank < ranks; ++rank) there += is_there(rank) ? 1 : 0;
+        const int divisor = by_all ? ranks : there;
+        reducer.divide_by(divisor);
+        const bool clears = draw.one_in(3);
+        if (clears) {
+          for (at::Tensor& one : wanted) one.reset();
+          if (is_there(world.rank())) engine.zero_grad();
+        }
+        at::Tensor loss;
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          const bool reached = !draw.one_in(3);
+          for (int rank = 0; rank < ranks; ++rank) {
+            const bool uses = reached && !draw.one_in(3);
+            const at::Tensor gradient = noise(shapes[i], draw.whole(0, 1 << 20));
+            if (!uses || !is_there(rank)) continue;
+            wanted[i] = wanted[i].defined() ? wanted[i] + gradient / divisor : gradient / divisor;
+            if (rank != world.rank()) continue;
+            const at::Tensor part = (parameters[i] * gradient).sum();
+            loss = loss.defined() ? loss + part : part;
+          }
+        }
+        if (!is_there(world.rank())) {
+          std::vector<at::Tensor> before;
+          for (const at::Tensor& parameter : parameters) before.push_back(parameter.grad());
+          reducer.sit_out();
+          for (size_t i = 0; i < parameters.size(); ++i) {
+            EXPECT_EQ(parameters[i].grad().defined(), before[i].defined()) << i;
+            EXPECT_TRUE(!before[i].defined() || parameters[i].grad().is_same(before[i])) << i << ": the user's own";
+          }
+          continue;
+        }
+        engine.backward(loss);
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          const at::Tensor& found = parameters[i].grad();
+          ASSERT_EQ(found.defined(), wanted[i].defined()) << i;
+          if (found.defined()) {
+            EXPECT_LT(distance(found, wanted[i]), 1e-12) << i;
+          }
+        }
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, AbsenceIn, testing::Values("ddp", "zero1"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace plumb
