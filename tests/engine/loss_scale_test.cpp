@@ -239,6 +239,38 @@ TEST(LossScale, KeptGradientsInMemoryOfTheirOwnAreBroughtToTheScaleOnce) {
   EXPECT_TRUE(one.eq(2).all().item<bool>()) << "the user's own tensor";
 }
 
+// A step of the user's own that is skipped is over with its beginning, and counts for the scale as one of ours.
+TEST(LossScale, MovesAlikeWhereTheUserStepsHimself) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      const LossScale rule{.initial = 64, .backoff = 0.25, .interval = 2, .hysteresis = 2};
+      at::Tensor weight = at::zeros({20}, at::kDouble).requires_grad_();
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, UserOptimizer{}, {.strategy = strategy, .loss_scale = rule});
+      Scaler scaler(rule);
+      double wanted = 0;
+      for (const char how : std::string("..x.xx...xx.")) {
+        const bool bad = how == 'x';
+        engine.backward((weight * (bad && world.rank() == 1 ? INFINITY : 1.0)).sum());
+        const StepInfo info = engine.begin_step();
+        EXPECT_EQ(info.loss_scale, scaler.scale());
+        EXPECT_EQ(info.skipped, bad);
+        if (bad) {
+          EXPECT_THROW(engine.pieces(), Error);
+          EXPECT_THROW(engine.end_step(), Error);
+        } else {
+          for (const Piece& piece : engine.pieces()) at::Tensor(piece.weight).sub_(piece.gradient);
+          engine.end_step();
+          --wanted;
+        }
+        scaler.settle(bad);
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(weight).eq(wanted).all().item<bool>()) << strategy;
+      }
+      EXPECT_EQ(engine.loss_scale(), scaler.scale());
+    });
+  }
+}
+
 // Growth, backoff and interval to exact counts, over drawn sequences of good and bad steps.
 TEST(LossScale, GrowsAndBacksOffByExactCounts) {
   for (uint64_t seed = 1; seed <= 300; ++seed) {

@@ -187,6 +187,7 @@ TEST(BetweenSteps, AnOrderThatIsTakenLeavesGradientsAsTheyAre) {
     run_local(2, [&](World world) {
       at::Tensor a = leaf({3}), b = leaf({40}), c = leaf({5});
       Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+      EXPECT_FALSE(engine.full_gradient(c).defined());
       b.mutable_grad() = at::full({40}, 4.0 * world.rank());
       engine.impl().reducer->arrange({"b", "c", "a"});
       EXPECT_EQ(engine.impl().reducer->order(), (std::vector<std::string>{"b", "c", "a"}));

@@ -10,6 +10,7 @@
 
 #include "unit/storage.h"
 #include "unit/support/net.h"
+#include "watch/strike.h"
 
 namespace plumb {
 namespace {
@@ -247,6 +248,39 @@ TEST(Deliver, IsAnOperatorToo) {
     EXPECT_THROW(engine.deliver(torch::ones({2}), torch::ones({2})), Error);
     EXPECT_THROW(engine.end_pass(), Error);
   });
+}
+
+// Where ranks read each other's memory one can try again alone; whatever the failed use had taken before is free again.
+TEST(Units, AGatherThatFailedHoldsNothing) {
+  for (const char* number : {"1", "2", "3"}) {
+    for (const bool forward : {false, true}) {
+      const std::string fault = std::string("rank=1,point=gather:") + number + ",kind=throw";
+      setenv("PLUMB_FAULT", fault.c_str(), 1);
+      arm_strike();
+      on_two([&](World world, Net& net, Engine& engine) {
+        const at::Tensor x = torch::ones({2, 6});
+        const auto use = [&] {
+          if (forward) {
+            (void)net.forward(x);
+          } else {
+            const auto scope = engine.gathered(net.parameters());
+            EXPECT_FALSE(net.first->up->weight.detach().isnan().any().item<bool>());
+          }
+        };
+        if (world.rank() == 1) {
+          EXPECT_THAT(use, testing::ThrowsMessage<Error>(testing::HasSubstr("PLUMB_FAULT asked for an error")));
+          EXPECT_EQ(gathered(engine), 0);
+        }
+        use();
+        EXPECT_EQ(gathered(engine), 0);
+        net.forward(x).sum().backward();
+        engine.step();
+        EXPECT_EQ(gathered(engine), 0);
+      });
+      unsetenv("PLUMB_FAULT");
+      arm_strike();
+    }
+  }
 }
 
 }  // namespace
