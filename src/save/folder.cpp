@@ -114,6 +114,7 @@ Writer::Writer(const std::string& root) : root_(prepared(root)), lock_(root) {
 std::string Writer::begin() {
   if (!unfinished_.empty()) throw Error("a checkpoint is being written into '" + root_ + "' already");
   make_folder(root_);  // it may have vanished
+  std::erase_if(left_, [](const std::string& path) { return remove_folder(path).empty(); });
   int64_t number = 0;
   std::string path;
   do {
@@ -136,17 +137,21 @@ std::string Writer::commit(const Manifest& manifest, int64_t keep) {
   rename_folder(unfinished_, path);
   unfinished_.clear();
   sync_folder(root_);
-  // What cannot be removed does no harm; what is removed in part has no checkpoint's name any more.
+  // What cannot be removed now goes later; what is removed in part has no checkpoint's name any more.
   for (size_t i = 0; keep > 0 && i + static_cast<size_t>(keep) <= before.size(); ++i) {
     const std::string old = root_ + "/" + kUnfinished + "removed-" + std::to_string(before[i].number);
-    if (rename(before[i].path.c_str(), old.c_str()) == 0) remove_folder(old);
+    if (rename(before[i].path.c_str(), old.c_str()) == 0) remove(old);
   }
   return path;
 }
 
 void Writer::abandon() noexcept {
-  if (!unfinished_.empty()) remove_folder(unfinished_);
+  if (!unfinished_.empty()) remove(unfinished_);
   unfinished_.clear();
+}
+
+void Writer::remove(const std::string& path) noexcept {
+  if (!remove_folder(path).empty()) left_.push_back(path);
 }
 
 }  // namespace plumb::save

@@ -36,7 +36,7 @@ class Writer {
   explicit Writer(const std::string& root);
 
   const std::string& root() const { return root_; }
-  // Where the files of the next checkpoint go; one at a time.
+  // Where the files of the next checkpoint go; one at a time. What could not be removed when it was to go is tried again.
   std::string begin();
   // The files are on the disk. Adds the manifest and gives it its name; afterwards the older ones may go, but the newest
   // `keep` (0: all stay). Returns the checkpoint's path.
@@ -45,9 +45,12 @@ class Writer {
   void abandon() noexcept;
 
  private:
+  void remove(const std::string& path) noexcept;
+
   std::string root_;
   FolderLock lock_;
   std::string unfinished_;
+  std::vector<std::string> left_;  // what was to be removed, and is still there
 };
 
 }  // namespace plumb::save

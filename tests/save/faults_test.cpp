@@ -4,6 +4,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <functional>
+#include <memory>
+
 #include "save/checkpoint.h"
 #include "save/file.h"
 #include "save/folder.h"
@@ -152,6 +155,159 @@ TEST(Faults, AnyFailingCallLeavesOneWholeAndTrainingGoesOn) {
       train(one.engine, one.model, 1);
     }
   }
+}
+
+// One engine saves again and again, and each time the next call of the `struck` rank fails, until it has none left.
+void fail_at_every_call(int ranks, int struck, Save how) {
+  const Scratch scratch;
+  const std::string root = scratch.path("root");
+  const auto whose = [struck](const std::string& path) {
+    return (path.find("-00001-of-") != path.npos) == (struck == 1);
+  };
+  std::shared_ptr<Everything> now, disk = std::make_shared<Everything>();
+  std::vector<std::string> told(ranks);
+  bool came = false;
+  int calls_of_a_save = 0, failures = 0;
+  const auto ends = errors(ranks, [&](World world) {
+    const bool first = world.rank() == 0;
+    Model model(3);
+    Engine engine(world, model, AdamW{}, {.strategy = ranks > 1 ? "zero2" : "ddp"});
+    train(engine, model, 1);
+    engine.save(root);
+    disk->add(engine);
+    for (const int error : {EIO, ENOSPC, EACCES, 0}) {
+      const Fault fault = error == 0 ? Fault::short_write : Fault::error;
+      for (int number = 1;; ++number) {
+        SCOPED_TRACE(c10::str("call ", number, " of rank ", struck, " fails with ", error));
+        train(engine, model, 1);
+        if (first) now = std::make_shared<Everything>();
+        world.barrier();
+        now->add(engine);
+        Everything before, after;
+        before.add(engine);
+        if (first) calls::watch(root, fault, number, error, whose);
+        world.barrier();
+        std::string& mine = told[world.rank()] = "";
+        const auto hear = [&](const std::function<void()>& call) {
+          try {
+            call();
+          } catch (const SaveError& failure) {
+            mine = failure.what();
+          }
+        };
+        bool stepped = false;
+        if (how == Save::at_once) {
+          hear([&] { engine.save(root, {.keep = 1}); });
+        } else {
+          hear([&] { engine.save_in_background(root, {.keep = 1}); });
+          if (stepped = mine.empty() && number % 2 == 0; stepped) {
+            const int64_t steps = engine.steps();
+            hear([&] { train(engine, model, 1); });
+            EXPECT_EQ(engine.steps(), mine.empty() ? steps + 1 : steps);
+            if (!mine.empty()) engine.step();  // it has done nothing, and can be taken
+            engine.zero_grad();
+          }
+          if (mine.empty()) hear([&] { engine.finish_save(); });
+        }
+        after.add(engine);
+        if (!stepped) {
+          EXPECT_EQ(before.difference(after), "");
+        }
+        world.barrier();
+        if (first) {
+          came = calls::struck();
+          calls::stop();
+          for (const std::string& text : told) {
+            EXPECT_EQ(text.empty(), mine.empty()) << text;
+            if (text.empty()) continue;
+            EXPECT_THAT(text, testing::HasSubstr(ranks > 1 ? c10::str("save() failed on rank ", struck, ": cannot ")
+                                                           : "save() failed: cannot "));
+          }
+          EXPECT_TRUE(mine.empty() || (came && fault == Fault::error));
+          failures += !mine.empty();
+          calls_of_a_save = number;
+          for (const save::Named& named : save::checkpoints_in(root)) {
+            EXPECT_NO_THROW(save::Checkpoint(named.path)) << named.path;
+          }
+          Model other(7);
+          Engine reader(World(), other, AdamW{});
+          reader.load(root);
+          const auto found = std::make_shared<Everything>();
+          found->add(reader);
+          EXPECT_TRUE(now->difference(*found).empty() || (!mine.empty() && disk->difference(*found).empty()));
+          disk = found;
+        }
+        world.barrier();
+        if (!came || number > 500) break;
+      }
+    }
+    EXPECT_NO_THROW(engine.save(root, {.keep = 1}));
+  });
+  for (const std::string& text : ends) EXPECT_EQ(text, "none");
+  EXPECT_GT(calls_of_a_save, 15);
+  EXPECT_GT(failures, calls_of_a_save * 2) << "most of them cannot be done without, whatever the error";
+  EXPECT_EQ(save::names_in(root).size(), 2u) << "only the lock and one checkpoint stay";
+}
+
+TEST(Faults, AnyFailingCallOfABackgroundSaveIsToldAndTrainingGoesOn) { fail_at_every_call(1, 0, Save::in_background); }
+
+TEST(Faults, AnyFailingCallOfOneOfTwoRanksIsToldToBoth) {
+  for (const int struck : {0, 1}) {
+    for (const Save how : {Save::at_once, Save::in_background}) {
+      SCOPED_TRACE(how == Save::at_once ? "at once" : "in the background");
+      fail_at_every_call(2, struck, how);
+    }
+  }
+}
+
+// Whoever reads fails, and nobody has changed anything.
+TEST(Faults, AnyFailingCallOfALoadIsAnErrorOnEveryRankAndChangesNothing) {
+  const Scratch scratch;
+  const std::string root = scratch.path("root");
+  std::string path;
+  Everything saved, loaded;
+  bool came = true;
+  int calls_of_a_load = 0, failures = 0;
+  const auto ends = errors(2, [&](World world) {
+    const bool first = world.rank() == 0;
+    Model model(3), other(7);
+    Engine writer(world, model, AdamW{}, {.strategy = "zero3"});
+    train(writer, model, 2);
+    const std::string written = writer.save(root);
+    saved.add(writer);
+    if (first) path = written;
+    Engine engine(world, other, AdamW{}, {.strategy = "zero2"});
+    for (int number = 1; came; ++number) {
+      ASSERT_LT(number, 500);
+      SCOPED_TRACE(c10::str("call ", number, " fails"));
+      train(engine, other, 1);
+      Everything before, after;
+      before.add(engine);
+      if (first) calls::watch(root, Fault::error, number, number % 2 == 0 ? EIO : EACCES);
+      world.barrier();
+      std::string told;
+      try {
+        engine.load(path);
+      } catch (const Error& failure) {
+        told = failure.what();
+      }
+      after.add(engine);
+      EXPECT_THAT(told, testing::AnyOf("", testing::HasSubstr("load() failed on rank ")));
+      EXPECT_EQ(before.difference(after).empty(), !told.empty());
+      world.barrier();
+      if (first) {
+        came = calls::struck();
+        calls_of_a_load = calls::stop();
+        failures += !told.empty();
+      }
+      world.barrier();
+    }
+    loaded.add(engine);
+  });
+  for (const std::string& text : ends) EXPECT_EQ(text, "none");
+  EXPECT_EQ(saved.difference(loaded), "");
+  EXPECT_GT(failures, 15);
+  EXPECT_GT(calls_of_a_load, 30);
 }
 
 // A disk tells of an error once: whoever hears of it must not go on.

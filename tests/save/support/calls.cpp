@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace plumb::test::calls {
 namespace {
@@ -20,6 +21,7 @@ struct State {
   std::string root;
   Fault fault = Fault::none;
   int number = 0, error = 0, count = 0;
+  Whose whose;
   std::map<int, std::string> files;  // open ones, by descriptor
   std::set<std::string> dirty;       // written, or with new names, since they were last synced
   int flush = 0;                     // the number of the first call that waits for a file's bytes
@@ -33,8 +35,8 @@ State& state() {
 std::string parent(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
 // Whether this call is to fail.
-bool strike(State& s) {
-  if (++s.count != s.number) return false;
+bool strike(State& s, const std::string& path) {
+  if ((s.whose && !s.whose(path)) || ++s.count != s.number) return false;
   if (s.fault == Fault::kill) {
     kill(getpid(), SIGKILL);
     for (;;) pause();
@@ -49,7 +51,7 @@ bool ours(const State& s, const char* path) {
 
 }  // namespace
 
-void watch(const std::string& root, Fault fault, int number, int error) {
+void watch(const std::string& root, Fault fault, int number, int error, Whose whose) {
   State& s = state();
   std::lock_guard lock(s.mutex);
   s.root = root;
@@ -57,6 +59,7 @@ void watch(const std::string& root, Fault fault, int number, int error) {
   s.number = number;
   s.error = error;
   s.count = 0;
+  s.whose = std::move(whose);
   s.files.clear();
   s.dirty.clear();
   s.unsafe.clear();
@@ -68,6 +71,12 @@ int stop() {
   std::lock_guard lock(s.mutex);
   s.root.clear();
   return s.count;
+}
+
+bool struck() {
+  State& s = state();
+  std::lock_guard lock(s.mutex);
+  return s.number > 0 && s.count >= s.number;
 }
 
 std::string unsafe() { return state().unsafe; }
@@ -83,7 +92,7 @@ int open_call(const char* path, int flags, unsigned mode) {
   State& s = state();
   std::unique_lock lock(s.mutex);
   const bool watched = ours(s, path);
-  if (watched && strike(s)) return -1;
+  if (watched && strike(s, path)) return -1;
   const int fd = static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
   if (watched && fd >= 0) {
     s.files[fd] = path;
@@ -101,8 +110,9 @@ ssize_t write_call(int fd, const void* data, size_t bytes) {
   const auto found = s.files.find(fd);
   const bool watched = !s.root.empty() && found != s.files.end();
   if (watched) {
-    if (strike(s)) return -1;
-    if (s.fault == Fault::short_write && s.count == s.number && bytes > 1) --bytes;
+    const int before = s.count;
+    if (strike(s, found->second)) return -1;
+    if (s.fault == Fault::short_write && s.count > before && s.count == s.number && bytes > 1) --bytes;
     s.dirty.insert(found->second);
   }
   lock.unlock();
@@ -112,7 +122,8 @@ ssize_t write_call(int fd, const void* data, size_t bytes) {
 ssize_t pread_call(int fd, void* data, size_t bytes, off_t offset) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (!s.root.empty() && s.files.contains(fd) && strike(s)) return -1;
+  const auto found = s.files.find(fd);
+  if (!s.root.empty() && found != s.files.end() && strike(s, found->second)) return -1;
   lock.unlock();
   return syscall(SYS_pread64, fd, data, bytes, offset);
 }
@@ -120,7 +131,8 @@ ssize_t pread_call(int fd, void* data, size_t bytes, off_t offset) {
 int flock_call(int fd, int operation) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (!s.root.empty() && s.files.contains(fd) && strike(s)) return -1;
+  const auto found = s.files.find(fd);
+  if (!s.root.empty() && found != s.files.end() && strike(s, found->second)) return -1;
   return static_cast<int>(syscall(SYS_flock, fd, operation));
 }
 
@@ -129,7 +141,7 @@ int fsync_call(int fd) {
   std::unique_lock lock(s.mutex);
   const auto found = s.files.find(fd);
   if (s.root.empty() || found == s.files.end()) return static_cast<int>(syscall(SYS_fsync, fd));
-  if (strike(s)) return -1;
+  if (strike(s, found->second)) return -1;
   s.dirty.erase(found->second);
   return 0;  // no test waits for a disk
 }
@@ -138,10 +150,11 @@ int fsync_call(int fd) {
 int flush_call(int fd, off64_t begin, off64_t bytes, unsigned flags) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (s.root.empty() || !s.files.contains(fd)) {
+  const auto found = s.files.find(fd);
+  if (s.root.empty() || found == s.files.end()) {
     return static_cast<int>(syscall(SYS_sync_file_range, fd, begin, bytes, flags));
   }
-  const bool fails = strike(s);
+  const bool fails = strike(s, found->second);
   if (s.flush == 0 && (flags & SYNC_FILE_RANGE_WAIT_AFTER) != 0) s.flush = s.count;
   return fails ? -1 : 0;
 }
@@ -149,8 +162,9 @@ int flush_call(int fd, off64_t begin, off64_t bytes, unsigned flags) {
 int close_call(int fd) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  const bool watched = !s.root.empty() && s.files.erase(fd) > 0;
-  const bool fails = watched && strike(s);
+  const auto found = s.files.find(fd);
+  const bool fails = !s.root.empty() && found != s.files.end() && strike(s, found->second);
+  if (!s.root.empty() && found != s.files.end()) s.files.erase(found);
   const int error = errno;
   const int result = static_cast<int>(syscall(SYS_close, fd));
   if (fails) errno = error;
@@ -161,7 +175,7 @@ int rename_call(const char* from, const char* to) {
   State& s = state();
   std::unique_lock lock(s.mutex);
   if (ours(s, from)) {
-    if (strike(s)) return -1;
+    if (strike(s, from)) return -1;
     const std::string old = from, name = to;
     const bool commits = name.find("/save-") != std::string::npos;
     for (const std::string& path : s.dirty) {
@@ -180,7 +194,7 @@ int mkdir_call(const char* path, mode_t mode) {
   State& s = state();
   std::unique_lock lock(s.mutex);
   const bool watched = ours(s, path);
-  if (watched && strike(s)) return -1;
+  if (watched && strike(s, path)) return -1;
   const int result = static_cast<int>(syscall(SYS_mkdir, path, mode));
   if (watched && result == 0) s.dirty.insert(parent(path));
   return result;
@@ -189,7 +203,7 @@ int mkdir_call(const char* path, mode_t mode) {
 int unlinkat_call(int folder, const char* path, int flags) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (!s.root.empty() && strike(s)) return -1;
+  if (!s.root.empty() && strike(s, s.root)) return -1;
   return static_cast<int>(syscall(SYS_unlinkat, folder, path, flags));
 }
 
