@@ -312,3 +312,29 @@ def with_engine(strategy: str, fuse: bool, delay: bool) -> tuple[float, float]:
 def test_an_engine_owns_their_gradients(strategy: str, fuse: bool, delay: bool) -> None:
     for far, touched in plumb.spawn(with_engine, 2, (strategy, fuse, delay)):
         assert far < 1e-9 and touched == 0
+
+
+def test_counts_may_be_running_sums() -> None:
+    torch.manual_seed(2)
+    x, counts = torch.randn(6, 4), [1, 0, 3, 2]
+    ends = torch.tensor(counts).cumsum(0)
+    for layer in (plumb.nn.GroupedLinear(4, 4, 3, bias=True), plumb.nn.GroupedMLP(4, 4, 5, weights="separate")):
+        assert torch.equal(layer(x, ends, ends=True), layer(x, counts))
+        assert torch.equal(layer(x, ends.tolist(), ends=True), layer(x, torch.tensor(counts)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **how: plumb.nn.Linear(4, 2, **how),
+        lambda **how: plumb.nn.GroupedLinear(2, 4, 3, bias=True, **how),
+        lambda **how: plumb.nn.GroupedMLP(2, 4, 8, bias=True, weights="separate", **how),
+        lambda **how: plumb.nn.Router(4, 3, 2, **how),
+        lambda **how: plumb.nn.MoE(4, 8, bias=True, **how),
+    ],
+)
+def test_every_parameter_is_on_the_device_and_of_the_dtype_that_are_asked_for(build: Callable[..., torch.nn.Module]) -> None:
+    found = {(p.device.type, p.dtype) for p in build(device="meta", dtype=torch.float64).parameters()}
+    assert found == {("meta", torch.float64)}
+    for parameter in build().parameters():  # uniform around 0, as torch's own
+        assert parameter.min() < 0 < parameter.max() and parameter.abs().max() <= 0.5

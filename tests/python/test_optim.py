@@ -429,3 +429,34 @@ def closes(strategy: str) -> list[str]:
 def test_an_optimizer_whose_pieces_went_with_their_engine_refuses_to_go_on() -> None:
     for said in plumb.spawn(closes, 2, ("zero1",)):
         assert all("close" in one for one in said), said
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer inside of its own step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self.inner, self.calls = inner, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        self.inner.step()
+
+
+def steps_inside(strategy: str) -> float:
+    model, twin = make(), make()
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, twin))
+    engine = plumb.Engine(model, optimizer, strategy=strategy, units=[Block])
+    around = Around(optimizer)
+    for number in range(3):
+        Play(model, engine.world.rank, 2, 1.0, engine).loss(number).backward()
+        around.step()
+        engine.zero_grad()
+        step_twin(twin, other, 2, number)
+    assert engine.steps == around.calls == 3
+    return distance(engine, model, twin)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_step_inside_of_another_optimizers_is_a_step(strategy: str) -> None:
+    assert max(plumb.spawn(steps_inside, 2, (strategy,))) < 1e-9

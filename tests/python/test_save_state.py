@@ -410,11 +410,12 @@ def test_extras_keep_the_kinds_of_what_they_hold(tmp_path: Path) -> None:
                 engine.save(tmp_path, extras={"it": Gives(value)})
 
 
-def test_of_two_loads_before_the_first_step_the_second_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_of_two_loads_before_the_first_step_the_second_counts(tmp_path: Path, strategy: str) -> None:
     def run(loads: list[str]) -> list[float]:
         torch.manual_seed(1)
         model = torch.nn.Linear(3, 2)
-        engine = plumb.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), strategy="zero2")
+        engine = plumb.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), strategy=strategy)
         for path in loads:
             engine.load(path)
         for number in range(2):
