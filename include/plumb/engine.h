@@ -82,7 +82,8 @@ struct Options {
   int64_t gather_ahead_bytes = 16 << 20;
   // There, ranks may use different units: they ask each other before each gather, in messages of log₂ N rounds, and gather
   // whatever somebody needs. Off: they do not ask, and ranks that use different units end in an Error that names them. (On
-  // GPUs, and over backends that were adopted, they ask anyway.)
+  // GPUs, and over backends that were adopted, they ask anyway.) PLUMB_ASK_BEFORE_GATHERS=1 sets it for every engine of a
+  // program, on every rank.
   bool ask_before_gathers = false;
   // Gradients are summed as one binary tree over `virtual_ranks` shares of the global batch, one backward each, so that
   // a run gives the same bits on every number of ranks and in every strategy. Each step takes virtual_ranks / ranks

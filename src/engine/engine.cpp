@@ -4,7 +4,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
 
+#include <cstdlib>
 #include <map>
+#include <string_view>
 #include <unordered_map>
 
 #include "backend/machines.h"
@@ -77,6 +79,12 @@ NamedTensors distinct(const torch::OrderedDict<std::string, at::Tensor>& named) 
   return result;
 }
 
+// Also for those whose options somebody else sets: programs behind the names of others.
+bool asks_by_environment() {
+  const char* text = std::getenv("PLUMB_ASK_BEFORE_GATHERS");
+  return text != nullptr && std::string_view(text) == "1";
+}
+
 // Where nobody chose one: what replicates does so between machines, and shards inside of them.
 Mesh mesh_by_machine(const World& world, const Options& options) {
   Mesh mesh = options.mesh;
@@ -139,6 +147,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   try {
     road_of(world).pass(Point::setup);
     options.mesh = mesh_by_machine(world, options);
+    options.ask_before_gathers = options.ask_before_gathers || asks_by_environment();
     check_options(world.rank(), world.size(), options);
     updater.emplace(world.rank(), optimizer, options, parameters);
     check_model(world.rank(), parameters);

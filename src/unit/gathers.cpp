@@ -282,7 +282,7 @@ void Gathers::explain(const Where& where) {
               " of this pass; nothing of it was used "
               "to update a parameter. Ranks that cannot read each other's memory gather what every rank uses, in "
               "the same order: use the same units on every rank, or let ranks ask before they gather "
-              "(Options::ask_before_gathers)");
+              "(Options::ask_before_gathers, PLUMB_ASK_BEFORE_GATHERS=1)");
     }
   }
   throw Error(

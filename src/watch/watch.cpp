@@ -58,7 +58,7 @@ std::string position(const Where& where, bool with_step) {
 
 constexpr const char* kGatherAlike =
     "; ranks that cannot read each other's memory gather what every rank uses, in the same order: use the same units "
-    "on every rank, or let ranks ask before they gather (Options::ask_before_gathers)";
+    "on every rank, or let ranks ask before they gather (Options::ask_before_gathers, PLUMB_ASK_BEFORE_GATHERS=1)";
 
 // Both wait for each other; says where, and what to do about it.
 std::string crossed(const Where& mine, int other, const Where& theirs, bool one_gathers) {

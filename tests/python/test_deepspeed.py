@@ -112,6 +112,11 @@ def test_a_rank_that_ran_out_of_batches_takes_part_with_nothing(stage: int, op: 
     assert max(plumb.spawn(runs_out, 2, (stage, op))) < 1e-5
 
 
+def test_so_it_does_between_machines_where_the_environment_lets_ranks_ask() -> None:
+    asks = {"PLUMB_SHM": "0", "PLUMB_ASK_BEFORE_GATHERS": "1"}
+    assert max(plumb.spawn(runs_out, 2, (3, "mean"), env=asks)) < 1e-5
+
+
 # ---- the meaning of its words
 
 

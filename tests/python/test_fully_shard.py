@@ -322,3 +322,37 @@ def _alone() -> str:
 
 def test_on_one_rank() -> None:
     assert plumb.spawn(_alone, 1) == ["good"]
+
+
+ASKS = {"PLUMB_SHM": "0", "PLUMB_ASK_BEFORE_GATHERS": "1"}
+
+
+def _other_blocks_than_the_other_rank() -> str:
+    """Nothing of the program says that ranks ask: it is somebody else's."""
+    dist.init_process_group("gloo")
+    model = mlps(count=4)
+    reference = copy.deepcopy(model)
+    shard(model)
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        x = batch(model, step)
+        for i in (0, (dist.get_rank() + step) % 3, 3):
+            x = model[i](x)  # type: ignore[operator]
+        return x.pow(2).mean()
+
+    def routed(model: nn.Module, step: int) -> torch.Tensor:
+        plain, model.forward = model.forward, lambda _: loss(model, step)  # type: ignore[method-assign]
+        try:
+            out: torch.Tensor = model(None)
+        finally:
+            model.forward = plain  # type: ignore[method-assign]
+        return out
+
+    train_both(model, reference, loss=routed)
+    return "good"
+
+
+def test_ranks_that_share_no_memory_may_use_different_blocks_where_the_environment_lets_them_ask() -> None:
+    assert plumb.spawn(_other_blocks_than_the_other_rank, 2, env=ASKS) == ["good"] * 2
+    with pytest.raises(plumb.Error, match="PLUMB_ASK_BEFORE_GATHERS=1"):
+        plumb.spawn(_other_blocks_than_the_other_rank, 2, env={"PLUMB_SHM": "0"})
