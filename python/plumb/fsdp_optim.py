@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp_rows, fsdp_whole, optim, optim_hooks
+from . import compiled, fsdp_rows, fsdp_whole, optim, optim_hooks
 from .fsdp_unit import Engine
 from .optim_settings import refuse_sparse
 from .sharded import Sharded, sharded_of
@@ -72,6 +72,10 @@ def _exchange(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], 
     optimizer.state[one.sharded] = {key: cut(value) for key, value in state.items()}
 
 
+_outside = compiled.outside("plumb.fully_shard settles gradients around a step, outside of compiled graphs: compile it without fullgraph=True")
+
+
+@_outside
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fsdp_rows.end(optimizer)  # of a step that was left by an exception
     engines = engines_of(optimizer)
@@ -95,6 +99,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     return result
 
 
+@_outside
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     fsdp_rows.end(optimizer)
     for engine in engines_of(optimizer):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import plumb
@@ -282,6 +286,59 @@ def compiled_optimizer(strategy: str) -> float:
 
 def test_a_compiled_step_of_an_optimizer_is_a_step() -> None:
     assert max(plumb.spawn(compiled_optimizer, 2, ("zero3",), timeout=200)) < 1e-10
+
+
+def compiled_beside_eager() -> tuple[float, list[str]]:
+    """Rows that forwards gather in another dtype, and not all ranks have as many of; the functions of ours that were compiled again and again."""
+    plumb.world()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(plumb.fully_shard(torch.nn.Linear(5, 7), mp_policy=policy, reshard_after_forward=False))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")]
+    for i in range(3):
+        x = torch.full((2, 5), 0.5 + i + dist.get_rank(), dtype=torch.bfloat16)
+        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
+            model(x).square().sum().backward()
+            step()
+            optimizer.zero_grad()
+    a, b = models
+    far = max((p.full_tensor() - q.full_tensor()).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return far, compiled_again()
+
+
+def compiled_again() -> list[str]:
+    from torch._dynamo.utils import get_compilation_metrics
+
+    place = os.path.dirname(plumb.__file__)
+    ours = collections.Counter(one.co_name for one in get_compilation_metrics() if (one.co_filename or "").startswith(place))
+    return [f"{name}: {times} times" for name, times in ours.items() if times > 1]
+
+
+def test_a_compiled_step_over_sharded_rows_is_the_eager_one() -> None:
+    for far, again in plumb.spawn(compiled_beside_eager, 2, timeout=200):
+        assert far < 1e-6 and again == []  # f32, in the order of a decomposed update
+
+
+def compiled_replicated() -> list[str]:
+    world = plumb.World.join(backend="shm", timeout=60)
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with plumb.Engine(model, optimizer, world=world) as engine:
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for i in range(3):
+            Play(model, world.rank, 2, 1.0, engine).loss(i).backward()
+            step()
+            optimizer.zero_grad()
+    return compiled_again()
+
+
+def test_what_an_engine_does_around_a_compiled_step_is_not_compiled() -> None:
+    assert plumb.spawn(compiled_replicated, 2, timeout=200) == [[]] * 2
 
 
 # ---- modes
