@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ContextManager, Union
 
@@ -93,6 +93,7 @@ class Engine:
         ledger: bool = True,
     ) -> None:
         self._native: _C.Engine | None = None
+        self._inside = ""  # the call that is under way and needs the engine to its end
         self._steps: optim.Whole | optim.Pieces | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
@@ -376,15 +377,17 @@ class Engine:
         words: list[Any] = []
         left: list[str] = []
         try:
-            samples, keep, where = _given.whole(samples, "samples"), _given.whole(keep, "keep"), os.fsdecode(folder)
-            words, left = _save.words(extras), sorted(map(_given.uncompiled, leave_out))
+            samples, keep = _given.whole(samples, "samples"), _given.whole(keep, "keep")
+            where, words, left = _given.path(folder, "the folder"), _save.words(extras), sorted(map(_given.uncompiled, leave_out))
             if self._steps is not None:
                 assert isinstance(self.optimizer, torch.optim.Optimizer)
+                optim.check_outside(self._steps, "save()")
                 outer = _save.collect(self.optimizer, self._steps, self._names, self.world.rank)
         except Exception as error:  # noqa: BLE001  (every rank hears of it)
-            refusal = str(error).removeprefix("plumb: ") or type(error).__name__
+            refusal = _given.refusal(error)
             samples = keep = 0
-        return self._engine.save(where, samples, keep, background, words, outer, left, _save.generators(), refusal, within_step)
+        with self._busy("save()"):
+            return self._engine.save(where, samples, keep, background, words, outer, left, _save.generators(), refusal, within_step)
 
     def finish_save(self) -> str:
         """Waits for a save in the background; its path. Every rank calls it."""
@@ -399,7 +402,16 @@ class Engine:
         ``strict=False``: what fits is loaded, and ``LoadInfo.table()`` says what did not.
         """
         self._follow()
-        return self._apply(self._engine.begin_load(os.fsdecode(path), strict, _save.words(extras), self._steps is not None))
+        refusal, where = "", ""
+        words: list[Any] = []
+        try:
+            where, words = _given.path(path, "the path"), _save.words(extras)
+            if self._steps is not None:
+                optim.check_outside(self._steps, "load()")
+        except Exception as error:  # noqa: BLE001  (every rank hears of it)
+            refusal = _given.refusal(error)
+        with self._busy("load()"):
+            return self._apply(self._engine.begin_load(where, bool(strict), words, self._steps is not None, refusal))
 
     def _apply(self, loading: _C.Loading) -> LoadInfo:
         outer = loading.outer
@@ -411,7 +423,7 @@ class Engine:
                 assert self._steps is not None and isinstance(self.optimizer, torch.optim.Optimizer)
                 _save.check(self.optimizer, self._names, outer)
         except Exception as error:  # noqa: BLE001  (every rank hears of it)
-            refusal = str(error).removeprefix("plumb: ") or type(error).__name__
+            refusal = _given.refusal(error)
         loading.accept(refusal)
         loading.apply()
         for restore in generators:
@@ -427,7 +439,14 @@ class Engine:
         The optimizer and the step stay as they are: for fine-tuning. Buffers that are not persistent may be missing.
         """
         self._follow()
-        return self._engine.load_weights(os.fsdecode(path), strict, self._passing)
+        refusal, where = "", ""
+        try:
+            where = _given.path(path, "the path")
+            if self._steps is not None:
+                optim.check_outside(self._steps, "load_weights()")
+        except Exception as error:  # noqa: BLE001  (every rank hears of it)
+            refusal = _given.refusal(error)
+        return self._engine.load_weights(where, bool(strict), self._passing, refusal)
 
     def state_dict(self) -> dict[str, Any]:
         """For ``torch.distributed.checkpoint``: ``dcp.save({"engine": engine}, …)``, ``dcp.async_save`` and ``dcp.load``.
@@ -437,6 +456,8 @@ class Engine:
         """
         from . import stateful  # imports half of torch.distributed
 
+        if self._steps is not None:
+            optim.check_outside(self._steps, "state_dict()")
         self._follow()
         return stateful.state_dict(self)
 
@@ -444,6 +465,8 @@ class Engine:
         """Takes what ``dcp.load({"engine": engine}, …)`` has read, of any number of ranks and any strategy."""
         from . import stateful
 
+        if self._steps is not None:
+            optim.check_outside(self._steps, "load_state_dict()")
         self._follow()
         stateful.load_state_dict(self, state_dict)
 
@@ -468,8 +491,19 @@ class Engine:
 
     # ---- its end
 
+    @contextlib.contextmanager
+    def _busy(self, call: str) -> Iterator[None]:
+        """Extras are the user's, who may do anything in them but this."""
+        before, self._inside = self._inside, call
+        try:
+            yield
+        finally:
+            self._inside = before
+
     def close(self) -> None:
         """Lets go of the model: later backwards are nobody's business here. Happens by itself at the latest at exit."""
+        if self._inside:
+            raise Error(f"close() inside of {self._inside} of the same engine; call it afterwards")
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

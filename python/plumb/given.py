@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Union
@@ -62,6 +63,19 @@ def whole(value: Any, what: str) -> int:
     if abs(number) >= 2**63:
         raise Error(f"{what} is {number}; expected less than 2**63")
     return number
+
+
+def path(given: Any, what: str) -> str:
+    name = os.fsdecode(given)
+    with contextlib.suppress(UnicodeEncodeError):
+        if "\0" not in name.encode().decode():
+            return name
+    raise Error(f"{what} is {name!r}, which is no name in UTF-8")
+
+
+def refusal(error: Exception) -> str:
+    """What every rank is to hear of it."""
+    return str(error).removeprefix("plumb: ") or type(error).__name__
 
 
 def uncompiled(name: str) -> str:

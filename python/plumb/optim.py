@@ -17,7 +17,7 @@ from . import _C
 from ._C import Error
 from .optim_early import Early
 from .optim_flat import Flat
-from .optim_hooks import LastHook, closure_of, inside_a_step, swap
+from .optim_hooks import LastHook, check_outside as check_outside, closure_of, inside_a_step, swap
 from .optim_replicated import Whole as Whole
 from .optim_settings import refuse_sparse, settings
 from .optim_trial import looks_at_others

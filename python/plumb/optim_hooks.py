@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, Protocol
 
 import torch
 import torch.utils.hooks
+
+from ._C import Error
 
 
 def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -21,6 +23,31 @@ def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
             return True
         around = around.f_back
     return False
+
+
+_STEPS = {code for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts if isinstance(code, CodeType)}
+
+
+class Steps(Protocol):
+    """How a user's optimizer is stepped: ``stepping`` from where its gradients are settled."""
+
+    optimizer: torch.optim.Optimizer
+    stepping: bool
+    groups: list[list[torch.Tensor]] | None
+
+    def abandon(self) -> None: ...
+
+
+def check_outside(steps: Steps, call: str) -> None:
+    """An Error in the middle of a step; one that threw has ended."""
+    if not steps.stepping and steps.groups is None:
+        return
+    around: FrameType | None = sys._getframe(1)
+    while around is not None:
+        if around.f_code in _STEPS and (around.f_locals.get("args") or (None,))[0] is steps.optimizer:
+            raise Error(f"{call} inside of a step of {type(steps.optimizer).__name__}: call it when the step has ended")
+        around = around.f_back
+    steps.abandon()
 
 
 def swap(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -31,9 +31,9 @@ class Whole:
             optimizer.register_step_post_hook(self._ended),
         ]
         self.flat: Flat | None = None
+        # Hooks of the user's see his optimizer as it is, whenever they came: this one is the first after a step, and the last before.
+        optimizer._optimizer_step_post_hooks.move_to_end(self.handles[1].id, last=False)  # type: ignore[attr-defined]
         if flat:
-            # Hooks of the user's see his optimizer as it is, whenever they came: this one is the first after a step, and the last before.
-            optimizer._optimizer_step_post_hooks.move_to_end(self.handles[1].id, last=False)  # type: ignore[attr-defined]
             self.last = optimizer.register_step_pre_hook(self._stand_in_for_it)
             self.handles += [self.last, optimizer.register_state_dict_pre_hook(self._show)]
             self.flat = Flat(_C.Neighbours(native), optimizer, lambda parameter: parameter, rest=True)

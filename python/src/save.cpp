@@ -150,23 +150,25 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
           "finish_save", [](EngineObject& self) { return (*self).finish_save(); }, no_gil())
       .def(
           "begin_load",
-          [](EngineObject& self, const std::string& path, bool strict, const ExtraWords& extras, bool outer) {
+          [](EngineObject& self, const std::string& path, bool strict, const ExtraWords& extras, bool outer,
+             const std::string& refusal) {
             Engine& engine = *self;
             const LoadOptions options{strict, extras_of(extras)};
             py::gil_scoped_release released;
             engine.finish_save();
-            return std::make_unique<Loading>(engine.impl(), path, options,
-                                             outer ? OuterState::taken : OuterState::none);
+            return std::make_unique<Loading>(engine.impl(), path, options, outer ? OuterState::taken : OuterState::none,
+                                             refusal);
           },
-          "path"_a, "strict"_a, "extras"_a, "outer"_a, py::keep_alive<0, 1>())
+          "path"_a, "strict"_a, "extras"_a, "outer"_a, "refusal"_a, py::keep_alive<0, 1>())
       .def(
           "load_weights",
-          [](EngineObject& self, const std::string& path, bool strict, const std::set<std::string>& passing) {
+          [](EngineObject& self, const std::string& path, bool strict, const std::set<std::string>& passing,
+             const std::string& refusal) {
             const TrainingMode training;
             (*self).finish_save();
-            return load_weights((*self).impl(), path, {strict, {}}, passing);
+            return load_weights((*self).impl(), path, {strict, {}}, passing, refusal);
           },
-          "path"_a, "strict"_a, "passing"_a, no_gil())
+          "path"_a, "strict"_a, "passing"_a, "refusal"_a, no_gil())
       .def("slots", &slots, no_gil())
       .def(
           "all_slots", [](EngineObject& self) { return words_of(all_slots((*self).impl())); }, no_gil())
@@ -188,7 +190,7 @@ void bind_save(py::module_& module, py::class_<EngineObject>& engine) {
           "exchange",
           [](EngineObject& self, const std::string& text, const std::string& call) {
             Engine::Impl& impl = (*self).impl();
-            return exchange_text(impl.world, text, impl.reducer->here(Where::Kind::step, call));
+            return share_outcome(impl.world, {text, ""}, impl.reducer->here(Where::Kind::step, call));
           },
           "text"_a, "call"_a, no_gil())
       .def_property_readonly("steps", [](EngineObject& self) { return (*self).steps(); });

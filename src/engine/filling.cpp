@@ -43,11 +43,13 @@ std::string title_of(const SavedSlot& slot) {
   return tensor.title();
 }
 
-std::string begin_loading(Engine::Impl& impl, const Where& where, const std::function<std::string()>& choose) {
+std::string begin_loading(Engine::Impl& impl, const Where& where, const std::string& refusal,
+                          const std::function<std::string()>& choose) {
   const Outcome mine = attempt([&] {
     road_of(impl.world).pass(Point::load);
     impl.reducer->check_between_steps(where.detail);
     if (impl.in_step) throw Error(where.detail + " inside of a step; end_step() ends it");
+    if (!refusal.empty()) throw Error(refusal);
     if (impl.units) impl.units->begin_update();  // refuses while somebody uses a unit
     return impl.world.rank() == 0 ? choose() : "";
   });

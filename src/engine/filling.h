@@ -21,8 +21,10 @@ struct Filling {
 // "weight 'a'", as the manifest calls what belongs there.
 std::string title_of(const SavedSlot& slot);
 
-// Every rank may load now (it is between steps), or an Error on all of them. What rank 0 chose. Collective.
-std::string begin_loading(Engine::Impl& impl, const Where& where, const std::function<std::string()>& choose);
+// Every rank may load now (it is between steps), or an Error on all of them. `refusal`: why this one may not. What rank 0
+// chose. Collective.
+std::string begin_loading(Engine::Impl& impl, const Where& where, const std::string& refusal,
+                          const std::function<std::string()>& choose);
 
 // Work that may take as long as a disk takes. What one rank finds, all of them throw. Collective.
 std::vector<std::string> on_every_rank(const World& world, std::function<std::string()> work, const Where& where);

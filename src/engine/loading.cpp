@@ -64,12 +64,13 @@ std::string LoadInfo::table() const {
   return text;
 }
 
-Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer)
+Loading::Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer,
+                 const std::string& refusal)
     : impl_(impl), options_(options) {
   const TrainingMode training;
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load()");
-  info_.path = path + begin_loading(impl, where, [&] { return newest_behind(path); });
+  info_.path = path + begin_loading(impl, where, refusal, [&] { return newest_behind(path); });
   const auto on_all_ranks = [&](std::function<std::string()> work) {
     return on_every_rank(impl.world, std::move(work), where);
   };

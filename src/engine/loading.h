@@ -20,8 +20,10 @@ enum class OuterState { none, taken };
 
 class Loading {
  public:
-  // Everything that may fail. Collective; throws on every rank, and then nothing was changed.
-  Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer);
+  // Everything that may fail. Collective; throws on every rank, and then nothing was changed. `refusal`: why this rank
+  // cannot begin; empty: it can.
+  Loading(Engine::Impl& impl, const std::string& path, const LoadOptions& options, OuterState outer,
+          const std::string& refusal = "");
 
   const LoadInfo& info() const { return info_; }
   // The other optimizer's state, in the parts that this rank needs.

@@ -85,12 +85,12 @@ class WeightSource {
 }  // namespace
 
 LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options,
-                      const std::set<std::string>& passing) {
+                      const std::set<std::string>& passing, const std::string& refusal) {
   at::NoGradGuard no_grad;
   const Where where = impl.reducer->here(Where::Kind::step, "load_weights()");
   LoadInfo info;
   info.path = path;
-  begin_loading(impl, where, [] { return std::string(); });
+  begin_loading(impl, where, refusal, [] { return std::string(); });
   info.step = impl.reducer->steps();
   std::unique_ptr<WeightSource> source;
   std::vector<Filling> fillings;

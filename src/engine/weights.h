@@ -11,7 +11,8 @@ namespace plumb {
 
 // See Engine::load_weights. Collective; throws on every rank, and then nothing was changed.
 // `passing`: buffers that are no part of a model's files, as torch's non-persistent ones; where they are there, they are taken.
+// `refusal`: why this rank cannot begin; empty: it can.
 LoadInfo load_weights(Engine::Impl& impl, const std::string& path, const LoadOptions& options,
-                      const std::set<std::string>& passing = {});
+                      const std::set<std::string>& passing = {}, const std::string& refusal = "");
 
 }  // namespace plumb

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "optim/update.h"
 
@@ -18,6 +19,7 @@ std::vector<Piece> Updater::lend(std::deque<Bucket>& buckets) {
       const Range mine = overlap(sink->slot, sink->parameter.numel(), bucket.updated);
       at::Tensor gradient;
       if (sink->grad().defined()) {
+        states_[sink->index].lent = true;
         const int64_t begin = std::clamp<int64_t>(mine.begin - bucket.kept.begin, 0, bucket.kept.size());
         gradient = bucket.gradient.narrow(0, begin, mine.size()).to(weight.scalar_type());
       }
@@ -46,6 +48,7 @@ const Stretches& Updater::lend_flat(std::deque<Bucket>& buckets) {
         joins = joins && mine.size() == 0;
         continue;
       }
+      states_[sink->index].lent = true;
       const Range padded{mine.begin, mine.size() > 0 ? std::min(bucket.after(i), bucket.updated.end) : mine.end};
       if (mine.size() == 0) {
         if (open.empty()) open.emplace_back();
@@ -79,14 +82,15 @@ void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledge
   std::deque<Pending> gathers;
   stretches_.drop_gradients();
   for (Bucket& bucket : buckets) {
-    if (!bucket.has_gradient()) continue;
+    const auto is_lent = [this](const Sink* sink) { return states_[sink->index].lent; };
+    if (!bucket.has_gradient() && std::none_of(bucket.sinks.begin(), bucket.sinks.end(), is_lent)) continue;
     const Flats& flats = flats_of(bucket);
     if (flats.master) {
       bucket.parameter.narrow(0, bucket.updated.begin - bucket.held.begin, bucket.updated.size()).copy_(flats.weight);
     }
     spread(bucket, shard, gathers, where);
     for (Sink* sink : bucket.sinks) {
-      if (!sink->grad().defined()) continue;
+      if (!std::exchange(states_[sink->index].lent, false) && !sink->grad().defined()) continue;
       ledger.consumed(sink->index);
       updated(*sink);
     }

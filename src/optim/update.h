@@ -72,6 +72,7 @@ class Updater {
     int64_t steps = 0;
     uint64_t graphs = 0;   // tells the captured steps that count it
     uint32_t version = 0;  // of the parameter, after our last update
+    bool lent = false;     // the user may have updated it, whatever became of its gradient since
   };
   // The flat tensors of one bucket: `held` of the parameters, `updated` of the rest. `weight` is what the optimizer
   // updates: the parameters, or their f32 masters.

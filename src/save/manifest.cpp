@@ -118,7 +118,8 @@ SavedTensor read_tensor(const Json& json, size_t files, const std::string& where
 std::string to_string(Kind kind) { return kKinds[static_cast<size_t>(kind)]; }
 
 std::string SavedTensor::in_file() const {
-  if (kind == Kind::weight || kind == Kind::buffer) return name;  // as everybody who reads models expects it
+  // As everybody who reads models expects it. One name is the format's own.
+  if ((kind == Kind::weight || kind == Kind::buffer) && name != kMetadata) return name;
   return to_string(kind) + ":" + name + "/" + key;
 }
 

@@ -90,7 +90,7 @@ TensorFile::TensorFile(const std::string& path) : file_(path) {
   if (text.empty() || text.front() != '{') throw Error("the header of " + what + " does not begin with '{'");
   const Json header = Json::parse(text, "the header of " + what);
   for (const auto& [name, value] : header.object("the header of " + what)) {
-    if (name == "__metadata__") {
+    if (name == kMetadata) {
       for (const auto& [key, text] : value.object("the metadata of " + what)) metadata_[key] = text.text(what);
     } else {
       tensors_.push_back(read_tensor(name, value, path));
@@ -129,11 +129,14 @@ std::string header_of(std::vector<TensorInFile>& tensors, const std::map<std::st
   if (!metadata.empty()) {
     Json::Object words;
     for (const auto& [key, value] : metadata) words.emplace_back(key, value);
-    members.emplace_back("__metadata__", std::move(words));
+    members.emplace_back(kMetadata, std::move(words));
   }
   uint64_t end = 0;
   std::set<std::string> names;
   for (TensorInFile& tensor : tensors) {
+    if (tensor.name == kMetadata) {
+      throw Error("a tensor is called '" + tensor.name + "', which files of safetensors call something else");
+    }
     if (!names.insert(tensor.name).second) throw Error("two tensors of one file are called '" + tensor.name + "'");
     tensor.begin = end;
     end += elements(tensor.shape, "tensor '" + tensor.name + "'") * element_bytes(tensor.dtype);

@@ -10,6 +10,8 @@
 
 namespace plumb::save {
 
+inline constexpr const char* kMetadata = "__metadata__";  // a header's word for what is no tensor
+
 struct TensorInFile {
   std::string name;
   std::string dtype;  // as the format spells it: F32, BF16, …

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "watch/report.h"
 
 namespace plumb {
@@ -20,7 +22,20 @@ Outcome attempt(const std::function<std::string()>& work) {
 }
 
 std::vector<std::string> share_outcome(const World& world, const Outcome& mine, const Where& where) {
-  std::vector<std::string> all = exchange_text(world, mine.error.empty() ? "+" + mine.text : "-" + mine.error, where);
+  const bool good = mine.error.empty();
+  std::vector<std::string> all =
+      exchange_text(world, where.detail + (good ? "\n+" : "\n-") + (good ? mine.text : mine.error), where);
+  for (int rank = 0; rank < world.size(); ++rank) {
+    std::string& text = all[rank];
+    const size_t end = std::min(text.find('\n'), text.size());
+    const std::string theirs = text.substr(0, end);
+    text.erase(0, end + 1);
+    if (theirs == where.detail) continue;
+    const std::string why = "rank " + std::to_string(rank) + " called " + theirs + " where rank " +
+                            std::to_string(world.rank()) + " called " + where.detail +
+                            "; every rank must call the same, in the same order";
+    throw RankFailed(where.detail + " failed: " + why, rank, why);
+  }
   for (int rank = 0; rank < world.size(); ++rank) {
     std::string& text = all[rank];
     const bool well = text.starts_with('+');

@@ -28,7 +28,7 @@ class RankFailed : public std::runtime_error {
 };
 
 // Everybody's text in rank order. Otherwise a RankFailed on every rank, of the first whose part failed: "save() failed on
-// rank 1: …", where `where.detail` is "save()". Collective.
+// rank 1: …", where `where.detail` is "save()"; so are ranks whose details differ. Collective.
 std::vector<std::string> share_outcome(const World& world, const Outcome& mine, const Where& where);
 
 }  // namespace plumb

@@ -100,6 +100,11 @@ TEST(TensorFile, ReadsWhatHeaderOfWrites) {
   EXPECT_EQ(file.header_checksum(), xxh3(bytes.data(), head));
 }
 
+TEST(TensorFile, HasNoTensorThatIsCalledAsItsMetadataIs) {
+  std::vector<TensorInFile> tensors = {{"__metadata__", "F32", {1}}};
+  EXPECT_THAT(refused([&] { header_of(tensors, {}); }), HasSubstr("a tensor is called '__metadata__'"));
+}
+
 TEST(TensorFile, RefusesHostileHeaders) {
   Scratch scratch;
   const std::string good = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";

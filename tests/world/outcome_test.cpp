@@ -50,6 +50,19 @@ TEST(Outcome, IsEverybodysTextInTheirOrderOrTheFirstRanksFailure) {
   }
 }
 
+TEST(Outcome, OfRanksThatCalledDifferentThingsNamesBothCalls) {
+  const auto texts = test::errors(3, [&](World world) {
+    const Where where{Where::Kind::step, 3, 0, world.rank() == 1 ? "load()" : "save()"};
+    const Outcome mine{"text", world.rank() == 2 ? "no luck" : ""};
+    share_outcome(world, mine, where);
+  });
+  for (const int rank : {0, 2}) {
+    EXPECT_THAT(texts[rank], HasSubstr("save() failed: rank 1 called load() where rank " + std::to_string(rank) +
+                                       " called save(); every rank must call the same"));
+  }
+  EXPECT_THAT(texts[1], HasSubstr("load() failed: rank 0 called save() where rank 1 called load()"));
+}
+
 TEST(Outcome, OfOneRankAloneNamesNoRank) {
   EXPECT_EQ(share_outcome(World(), {"alone", ""}, kHere), std::vector<std::string>{"alone"});
   try {

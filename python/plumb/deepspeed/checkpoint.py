@@ -205,7 +205,7 @@ def load(
 
 def _load_all(engine: "DeepSpeedEngine", folder: str, record: Record, module_strict: bool) -> str:
     inner = engine.engine
-    loading: Loading = inner._engine.begin_load(folder, module_strict, _save.words({EXTRA: record}), inner._steps is not None)
+    loading: Loading = inner._engine.begin_load(folder, module_strict, _save.words({EXTRA: record}), inner._steps is not None, "")
     of_module = ("weight '", "buffer '")
     if any(one.kind == "reshaped" or not one.what.startswith(of_module) for one in loading.info.mismatches):
         raise ConfigError(
