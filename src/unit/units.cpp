@@ -131,7 +131,10 @@ void Units::hold(const std::vector<Home*>& homes) {
       home->lanes.begin_part(home->whole.device());
     }
   } catch (...) {
-    for (Home* home : held) --home->holds;
+    for (Home* home : held) {
+      --home->holds;
+      release_if_idle(*home);
+    }
     throw;
   }
 }

@@ -245,7 +245,8 @@ TEST(LossScale, MovesAlikeWhereTheUserStepsHimself) {
     run_local(2, [&](World world) {
       const LossScale rule{.initial = 64, .backoff = 0.25, .interval = 2, .hysteresis = 2};
       at::Tensor weight = at::zeros({20}, at::kDouble).requires_grad_();
-      Engine engine(world, NamedTensors{{"w", weight}}, {}, UserOptimizer{}, {.strategy = strategy, .loss_scale = rule});
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, UserOptimizer{},
+                    {.strategy = strategy, .loss_scale = rule});
       Scaler scaler(rule);
       double wanted = 0;
       for (const char how : std::string("..x.xx...xx.")) {

@@ -317,7 +317,10 @@ TEST(Deterministic, AParameterMayThawBetweenTwoShares) {
           SCOPED_TRACE(c10::str(strategy, " on ", ranks, ", thaws after ", thaws, " shares"));
           at::Tensor a = at::zeros({40}).requires_grad_(), b = at::zeros({40}).requires_grad_();
           Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
-                        {.strategy = strategy, .bucket_bytes = 64, .first_bucket_bytes = 64, .deterministic = true,
+                        {.strategy = strategy,
+                         .bucket_bytes = 64,
+                         .first_bucket_bytes = 64,
+                         .deterministic = true,
                          .virtual_ranks = 4});
           const int mine = 4 / ranks;
           double wanted_a = 0, wanted_b = 0;

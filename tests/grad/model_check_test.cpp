@@ -199,6 +199,7 @@ TEST(BetweenSteps, AnOrderThatIsTakenLeavesGradientsAsTheyAre) {
       copy.zero_();  // the caller's own
       EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>()) << strategy;
       EXPECT_FALSE(engine.full_gradient(c).defined());
+      engine.full_parameter(a).zero_();
       EXPECT_TRUE(engine.full_parameter(a).eq(-3).all().item<bool>()) << strategy;
       EXPECT_TRUE(engine.full_parameter(b).eq(-2).all().item<bool>()) << strategy;
     });

@@ -2,9 +2,13 @@
 // for a rank that waits for him, and every gradient counts, however late it comes.
 #include <gtest/gtest.h>
 
+#include <mutex>
+
+#include "engine/impl.h"
 #include "scenarios/support/models.h"
 #include "scenarios/support/walks.h"
 #include "slowness.h"
+#include "world/world_impl.h"
 
 namespace plumb::scenarios {
 namespace {
@@ -23,6 +27,8 @@ TEST_P(Parting, OfRanksThatAskIsRightWhateverTheyUse) {
         << "seed " << seed;
   }
 }
+
+constexpr int64_t kTwo = 2 * kAlignment * sizeof(float);  // a bucket of two weights, and no more
 
 // Layers that are units, and weights that are none: nobody asks before their gradients. The last two lie in one bucket, which is not
 // the last one.
@@ -70,7 +76,7 @@ Scenario late(bool fails) {
                       }
                     }};
   scenario.optimizer = SGD{.lr = 0.05};
-  scenario.options.bucket_bytes = scenario.options.first_bucket_bytes = 2 * 6 * sizeof(float);
+  scenario.options.bucket_bytes = scenario.options.first_bucket_bytes = kTwo;
   return scenario;
 }
 
@@ -85,6 +91,42 @@ TEST_P(Parting, OfRanksThatAskHoldsUpNoLateGradient) {
           << "rank " << of << (fails ? ", after a backward that failed" : "");
     }
   }
+}
+
+// What comes while a reduction is on its way waits beside it, also where that reduction brings the first gradient of its parameter to
+// a bucket that holds others: the engine alone has written there.
+TEST(LateGradients, OfWhatWasClearedAreAddedToTheirReduction) {
+  run_local(2, [](World world) {
+    static std::mutex building;
+    std::unique_lock lock(building);
+    torch::manual_seed(3);
+    Weighed net;
+    torch::manual_seed(3);
+    Weighed twin;
+    lock.unlock();
+    world.impl().control->has_links = false;
+    Engine engine(world, net, SGD{}, {.strategy = "zero3", .bucket_bytes = kTwo, .first_bucket_bytes = kTwo});
+    engine.impl().units->gather_together(1 << 20);
+    ASSERT_TRUE(engine.impl().units->asks());
+    ASSERT_EQ(engine.impl().reducer->buckets().size(), 4U);
+    ASSERT_EQ(engine.impl().reducer->buckets()[2].sinks.size(), 2U);
+    for (const int times : {1, 3, 2}) {
+      for (Weighed* each : {&net, &twin}) {
+        each->weights[2].mutable_grad().reset();
+        const Checkpoint::Body body = [each](const at::Tensor& x) {
+          return torch::tanh(x * each->weights[1] + each->weights[2]);
+        };
+        at::Tensor h = torch::ones({2, 6}).requires_grad_() * each->weights[0];
+        for (int i = 0; i < times; ++i) h = checkpoint(body, h);
+        for (auto& layer : each->layers) h = torch::tanh(layer->forward(h));
+        h.pow(2).sum().backward();
+      }
+      for (size_t i = 0; i < 3; ++i) {
+        EXPECT_TRUE(at::allclose(engine.full_gradient(net.weights[i]), twin.weights[i].grad(), 1e-4, 1e-6))
+            << i << ", " << times << " times";
+      }
+    }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Parting,

@@ -472,7 +472,8 @@ TEST(Piece, AListMayBeOfSeveralEngines) {
 TEST(Piece, AListOfTwoDtypesIsAskedInEachOnesOwn) {
   for (const bool wide_first : {false, true}) {
     run_local(2, [&](World world) {
-      const at::Tensor narrow = torch::zeros({40}).requires_grad_(), wide = torch::zeros({40}, at::kDouble).requires_grad_();
+      const at::Tensor narrow = torch::zeros({40}).requires_grad_(),
+                       wide = torch::zeros({40}, at::kDouble).requires_grad_();
       Engine engine(world, NamedTensors{{"narrow", narrow}, {"wide", wide}}, {}, SGD{}, {.strategy = "zero2"});
       (narrow.sum() + 1.1 * wide.sum()).backward();
       std::vector<at::Tensor> gradients = {narrow.grad(), wide.grad()};

@@ -83,5 +83,39 @@ TEST(Asking, RanksThatLeftAWindowDifferentlyMeetInTheNextCall) {
       kEverything);
 }
 
+// Ranks that gather different units begin no reduction by themselves up to the end of that backward; where all go the same way,
+// before and after it, reductions overlap with it.
+TEST(Asking, RanksThatPartedLetReductionsWaitForTheEndOfThatBackwardAlone) {
+  for (const int ranks : {2, 3}) {
+    on_ranks(ranks, Gather::asking, [&](World world, Chain& net, Engine& engine) {
+      // Reductions that have begun when the backward has come to the first layer.
+      const auto begun = [&](bool part) {
+        int64_t seen = -1;
+        at::Tensor h = ones;
+        for (int i = 0; i < 5; ++i) {
+          if (part && i == 2 && world.rank() == 0) continue;
+          h = torch::tanh(net.layers[i]->forward(h));
+          if (i == 0) {
+            h.register_hook([&](const at::Tensor& gradient) {
+              seen = engine.impl().reducer->progress().launched;
+              return gradient;
+            });
+          }
+        }
+        h.sum().backward();
+        engine.step();
+        engine.zero_grad();
+        return seen;
+      };
+      for (int round = 0; round < 2; ++round) {
+        for (int i = 0; i < 2; ++i) (void)begun(false);  // the way of the last backward is what is expected
+        EXPECT_GE(begun(false), 3) << "round " << round;
+        // Rank 0 has less to do, and ends first. Those who still gather then follow it in all of them.
+        EXPECT_THAT(begun(true), testing::AnyOf(0, world.rank() == 0 ? 0 : 5)) << "round " << round;
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -270,7 +270,8 @@ void act(const std::string& role) {
   std::fflush(stdout);
   if (role == "start a program" && me == 0) {
     const std::string inherited = std::string("/proc/self/fd/") + std::getenv("PLUMB_STORE_FD");
-    must(std::system(("test ! -e " + inherited).c_str()) == 0, "a program that rank 0 starts has the port of its ranks");
+    must(std::system(("test ! -e " + inherited).c_str()) == 0,
+         "a program that rank 0 starts has the port of its ranks");
   }
   if (role == "verbs") verbs(world);
   if (role == "bench") bench(world);
