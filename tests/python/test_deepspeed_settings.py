@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -267,6 +268,124 @@ def test_batch_info_is_of_now() -> None:
     assert [ask() for ask in info] == [6, 2, 3]
     engine.set_train_batch_size(2)
     assert [ask() for ask in info] == [2, 2, 1]
+
+
+class Point(NamedTuple):
+    loss: torch.Tensor
+    rest: list[Any]
+
+
+class Nested(nn.Module):
+    """Takes and returns tensors inside of other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor, more: Any = None) -> Point:
+        y = self.layer(x + more["shift"][0])
+        return Point(y.square().mean(), [y, more["count"]])
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_inputs_and_outputs_keep_their_kinds_wherever_tensors_are(half: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    engine = deepspeed.initialize(model=Nested(), config=config_of(gas=2, optimizer=SGD, **{half: {"enabled": True, "auto_cast": True}}))[0]
+    more = {"shift": [torch.ones(HIDDEN)], "count": torch.tensor(3)}
+    out = engine(torch.ones(2, HIDDEN), more=more)  # would not multiply f32 by half precision
+    assert type(out) is Point and out.rest[0].dtype == dtype and out.rest[1] is more["count"]
+    out.loss.backward()
+    twin = Nested().to(dtype)
+    (twin(torch.ones(2, HIDDEN, dtype=dtype), {"shift": [torch.ones(HIDDEN, dtype=dtype)], "count": 3}).loss / 2).backward()
+    torch.testing.assert_close(engine.module.layer.weight.grad.float(), twin.layer.weight.grad.float())
+
+
+def summed_over_ranks(by_hand: bool) -> float:
+    """A sum over ranks and micro-batches, whoever calls backward()."""
+    engine, twin = engine_of(gas=2, optimizer=SGD, gradient_clipping=0.0, gradient_allreduce_op="sum"), make()
+    for i in range(2):
+        loss = engine(*batch(engine.global_rank, i))
+        loss.backward() if by_hand else engine.backward(loss)
+        for rank in range(engine.world_size):
+            (twin(*batch(rank, i)) / 2).backward()
+        if i == 0:
+            engine.step()
+    return float((engine.engine.full_gradient(engine.module.head.weight) - twin.head.weight.grad).abs().max())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_are_the_sum_over_ranks_whoever_calls_backward(by_hand: bool) -> None:
+    assert max(plumb.spawn(summed_over_ranks, 2, (by_hand,))) < 1e-6
+
+
+def test_the_schedule_gets_what_step_is_given_and_no_step_that_is_skipped() -> None:
+    engine = engine_of(bf16={"enabled": True}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_type": "linear"}})
+    seen = []
+    for i, words in enumerate(({}, {"last_batch_iteration": 40}, {}, {})):
+        loss = engine(*batch(0, i, torch.bfloat16))
+        engine.backward(loss * float("nan") if i == 2 else loss)
+        engine.step(words)
+        seen.append(engine.lr_scheduler.last_batch_iteration)
+    assert seen == [0, 40, 40, 41] and engine.skipped_steps == 1 and engine.global_steps == 4
+
+
+def test_a_scope_of_reductions_ends() -> None:
+    engine = engine_of(stage=1, gas=2)
+    with pytest.raises(KeyError), engine.coalesce_grad_reduction():
+        with pytest.raises(plumb.Error, match="nested"), engine.coalesce_grad_reduction():
+            pass
+        raise KeyError
+    for i in range(2):
+        engine.backward(engine(*batch(0, i)))
+        engine.step()  # which is illegal inside
+    assert engine.global_steps == 1
+    with pytest.raises(NotImplementedError, match="stage 0"), engine_of(stage=0).coalesce_grad_reduction():
+        pass
+
+
+def test_the_optimizers_own_words() -> None:
+    engine = engine_of(stage=1, gas=2)
+    engine.basic_optimizer.add_param_group({"params": [engine.basic_optimizer.param_groups[0]["params"].pop()]})
+    engine.optimizer.set_lr(0.5)
+    assert engine.get_lr() == [0.5, 0.5] and engine.optimizer.get_lr() == 0.5
+    twin = make()
+    engine.optimizer.backward(engine(*batch(0, 0)))  # as it is, not over the number of accumulation steps
+    twin(*batch(0, 0)).backward()
+    torch.testing.assert_close(engine.module.head.weight.grad, twin.head.weight.grad)
+
+
+def parts() -> list[list[int]]:
+    data = list(range(10))
+    collated: list[int] = []
+    engine = deepspeed.initialize(model=make(), config=config_of(), collate_fn=lambda rows: collated.append(len(rows)) or rows)[0]
+    found = [[row for rows in engine.deepspeed_io(data, route=route) for row in rows] for route in ("eval", "train")]
+    assert collated == [2, 2, 1] * 2
+    own = engine.deepspeed_io(data, batch_size=3, data_sampler=[5, 1, 2], collate_fn=tuple, num_local_io_workers=0)
+    assert list(own) == [(5, 1, 2)]
+    return found
+
+
+def test_loaders_give_each_rank_its_part_in_order_unless_they_are_for_training() -> None:
+    (first, one), (second, other) = plumb.spawn(parts, 2)
+    assert (first, second) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+    assert sorted(one + other) == list(range(10)) and one != first
+
+
+def test_frozen_parameters_are_left_out_and_missing_ones_may_be_missing(tmp_path: Path) -> None:
+    engine = engine_of(stage=2)
+    engine.module.spare.requires_grad_(False)
+    left = {name for name in engine.module.state_dict() if not name.startswith("spare.")}
+    assert engine.module_state_dict(exclude_frozen_parameters=True).keys() == left
+    assert engine.module_state_dict(prefix="a.", exclude_frozen_parameters=True).keys() == {f"a.{name}" for name in left}
+    assert engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)
+    state = torch.load(tmp_path / "pytorch_model.bin")
+    assert state.keys() == left
+    for load in (engine.load_module_state_dict, lambda state, strict=True: engine.load_state_dict({f"module.{n}": v for n, v in state.items()}, strict)):
+        with pytest.raises(RuntimeError, match="spare.weight"):
+            load(state)
+        load({name: value + 1 for name, value in state.items()}, strict=False)
+    assert torch.equal(engine.module.head.weight, state["head.weight"] + 1)
 
 
 # ---- the rest of an engine's life
