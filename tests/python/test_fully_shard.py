@@ -248,6 +248,20 @@ def replicas_of_shards() -> None:
 
 
 @on_four
+def an_assigned_gradient_is_that_of_every_replica() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    plain_loss(model, 0)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        parameter.grad, whole.grad = parameter.detach().clone(), whole.detach().clone()
+    mine.step()
+    theirs.step()
+    same(reference, model)
+
+
+@on_four
 def meshes_in_another_order() -> None:
     model = mlps()
     reference = copy.deepcopy(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both, transformer
@@ -158,6 +159,39 @@ def an_exception_leaves_no_trace() -> None:
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model.reset_iter_state()
     train_both(model, reference)
+
+
+@case
+def an_assigned_gradient_may_be_changed_in_place() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    plain_loss(model, 0)  # there is an engine, and no gradient
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        parameter.grad = parameter.detach().clone()
+        parameter.grad.mul_(3.0)
+        whole.grad = 3.0 * whole.detach()
+    mine.step()
+    theirs.step()
+    same(reference, model)
+
+
+@case
+def a_gradient_that_is_shown_narrower_than_it_is_kept_may_be_changed_in_place() -> None:
+    model = mlps().bfloat16()
+    shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5, dtype=torch.bfloat16) * (1 + dist.get_rank())).float().pow(2).mean().backward()
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        if step == 0:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        optimizer.step()
+        moved = any(not torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+        assert moved == (step == 1)
 
 
 @pytest.mark.parametrize("name", case.all)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
 
 import plumb
-from sharding import Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both
+from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both
 
 case = Cases(2)
 
@@ -165,6 +166,123 @@ def a_module_that_came_after_the_first_forward_is_an_error_of_the_step() -> None
     model[3].bias.requires_grad_(True)
     with pytest.raises(plumb.Error, match="parameter '3.bias' came into the model"):
         optimizer.step()
+
+
+@case
+def what_is_set_without_recursion_is_of_one_module() -> None:
+    model = shard(mlps())
+    model.set_reshard_after_forward(False, recurse=False)
+    loss = plain_loss(model, 0)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.set_requires_gradient_sync(False, recurse=False)  # the others reduce, and so all do
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@case
+def what_stays_whole_does_so_from_a_forward_to_its_backward() -> None:
+    model = shard(mlps(), reshard_after_forward=False)
+    weight = model[1].in_proj.weight
+    with torch.no_grad():
+        plain_loss(model, 0)
+    assert model[1].in_proj.weight is weight, "there is no backward"
+    loss = plain_loss(model, 0)
+    whole = model[1].in_proj.weight
+    assert not isinstance(whole, DTensor) and whole.shape == weight.shape
+    whole.requires_grad_(False)
+    loss.backward()
+    assert model[1].in_proj.weight is weight and not weight.requires_grad, "what was frozen there is"
+
+
+@case
+def a_post_accumulate_hook_is_called_for_the_backwards_that_touch_its_parameter() -> None:
+    model = shard(mlps())
+    called: list[int] = []
+    model[2].in_proj.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad.shape[0]))
+    plain_loss(model, 0).backward()
+    model[0](batch(model, 1)).sum().backward()
+    assert len(called) == 1
+    plain_loss(model, 2).backward()
+    assert len(called) == 2
+
+
+@case
+def what_was_written_before_unshard_is_shown_by_it() -> None:
+    model = shard(mlps(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True))
+    plain_loss(model, 0)
+    with torch.no_grad():
+        model[0].in_proj.bias.fill_(3.0)
+    model[0].unshard()
+    assert model[0].in_proj.bias.dtype == torch.bfloat16 and model[0].in_proj.bias.eq(3.0).all()
+    model[0].reshard()
+
+
+class Chooses(nn.Module):
+    """Has a parameter that is no number, and takes a tensor by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor([2, 0, 1, 1]), requires_grad=False)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        assert self.table.dtype == torch.int64 and x.dtype == shift.dtype == self.layer.weight.dtype
+        out: torch.Tensor = self.layer(x[:, self.table[:3]] + shift)
+        return out
+
+
+@case
+def a_policy_is_for_numbers_wherever_they_are_given() -> None:
+    torch.manual_seed(2)
+    reference = Chooses()
+    model = plumb.fully_shard(copy.deepcopy(reference), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    x, shift = torch.randn(2, 3), torch.ones(3)
+    torch.testing.assert_close(model(x, shift=shift).float(), reference(x, shift=shift))
+
+
+@case
+def a_method_that_fails_leaves_rows() -> None:
+    class Tower(MLP):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 1:
+                raise ValueError("on purpose")
+            out: torch.Tensor = self(x)
+            return out
+
+    torch.manual_seed(5)
+    model = Tower(5).double()
+    reference = copy.deepcopy(model)
+    plumb.fully_shard(model, reshard_after_forward=True)
+    plumb.register_fsdp_forward_method(model, "encode")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            model.encode(torch.ones(1, 5).double())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    train_both(model, reference, loss=lambda one, step: one.encode(batch(one, step)).pow(2).mean())
+
+
+@case
+def a_parameter_that_is_cut_in_another_way_is_refused() -> None:
+    model = shard(mlps())
+    plain_loss(model, 0).backward()
+    old = model[0].in_proj.weight
+    model[0].in_proj.weight = nn.Parameter(old.detach().redistribute(placements=[Replicate()]))
+    with pytest.raises(plumb.Error, match="became a DTensor with placements .*Replicate"):
+        plain_loss(model, 1)
+    model[0].in_proj.weight = old
+
+
+@case
+def what_units_inside_ignore_is_nobodys_business_later_either() -> None:
+    model = mlps()
+    own = model[0].in_proj.bias
+    plumb.fully_shard(model[0], ignored_params={own})
+    plumb.fully_shard(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p is not own], lr=0.1)
+    plain_loss(model, 0).backward()
+    model.note = nn.Linear(2, 2).requires_grad_(False)
+    optimizer.step()
+    assert model[0].in_proj.bias is own and own.grad is not None and not isinstance(own, DTensor)
 
 
 @pytest.mark.parametrize("name", case.all)
