@@ -43,6 +43,32 @@ TEST(NoSync, PutsNothingOnTheWire) {
   });
 }
 
+TEST(NoSync, EndsWithTheOutermostScope) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      auto weight = leaf_of({1, 2});
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy, .hold_unsharded = true});
+      for (int step = 1; step <= 2; ++step) {
+        {
+          const auto outer = engine.no_sync();
+          {
+            const auto inner = engine.no_sync();
+            (weight * (world.rank() + 1)).sum().backward();
+          }
+          (weight * (world.rank() + 1)).sum().backward();
+          EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, 2.0 * (world.rank() + 1)))) << "this rank's alone";
+        }
+        weight.sum().backward();
+        EXPECT_TRUE(at::allclose(engine.full_gradient(weight), at::full({2}, 4.0))) << "everybody's";
+        engine.step();
+        engine.zero_grad();
+        expect_close(engine.full_parameter(weight), {1 - 4.0 * step, 2 - 4.0 * step});
+      }
+    });
+  }
+}
+
 // A checkpoint keeps the order of the buckets: an engine that resumes has it before its first backward, and keeps it.
 TEST(Order, OfACheckpointIsTakenOnceAndOnlyWhole) {
   for (const char* strategy : {"ddp", "zero1", "zero2"}) {

@@ -121,5 +121,27 @@ TEST(KeptGradients, AreNotWrittenAgain) {
   }
 }
 
+// Nor by a step that finds another gradient in its place.
+TEST(KeptGradients, AreNotWrittenByAStep) {
+  for (const char* strategy : {"ddp", "zero1", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({40}).requires_grad_(), b = at::zeros({8}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy, .clip_norm = 1e6});
+      for (int step = 1; step <= 3; ++step) {
+        (a.sum() + b.sum()).backward();
+        const at::Tensor kept = a.grad();
+        a.mutable_grad() = at::full({40}, 6.0 * world.rank());
+        engine.step();
+        EXPECT_TRUE(kept.eq(1).all().item<bool>()) << strategy << ", step " << step;
+        EXPECT_TRUE(engine.full_gradient(a).eq(3).all().item<bool>()) << strategy << ", step " << step;
+        EXPECT_TRUE(engine.full_parameter(a).eq(-3 * step).all().item<bool>()) << strategy << ", step " << step;
+        EXPECT_TRUE(engine.full_parameter(b).eq(-step).all().item<bool>()) << strategy << ", step " << step;
+        engine.zero_grad();
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -50,6 +50,27 @@ TEST_P(UserChangesIn, AModelThatIsLoadedIsStillHeardOf) {
   }
 }
 
+// Whoever takes the hooks of a parameter away takes ours along, up to the end of the next backward.
+TEST_P(UserChangesIn, AParameterWhoseHooksWereTakenAwayIsStillHeardOf) {
+  run_local(2, [&](World world) {
+    One model(40, 1.0);
+    Engine engine(world, model, SGD{.lr = 1}, {.strategy = GetParam()});
+    const auto backward = [&] {
+      (model.p.sum() * (world.rank() ? 3.0 : 1.0)).backward();
+      EXPECT_TRUE(engine.full_gradient(model.p).eq(2).all().item<bool>());
+      engine.step();
+      engine.zero_grad();
+    };
+    backward();
+    torch::autograd::impl::clear_hooks(model.p);
+    backward();
+    model.to(at::kDouble);
+    model.to(at::kFloat);  // another accumulator
+    backward();
+    EXPECT_TRUE(engine.full_parameter(model.p).eq(-5).all().item<bool>());
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, UserChangesIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 
