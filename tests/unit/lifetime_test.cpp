@@ -219,6 +219,23 @@ TEST_P(LifetimeTogether, WhatWasGatheredAheadIsNotUsedAfterAStep) {
   });
 }
 
+TEST_P(LifetimeTogether, WhatWasGatheredAheadIsNotUsedAfterShardsWereWritten) {
+  on_ranks(2, GetParam(), [](World, Chain& net, Engine& engine) {
+    for (const double value : {0.5, 0.25, 0.125}) {
+      net.forward(ones).sum().backward();
+      engine.zero_grad();
+      at::NoGradGuard no_grad;
+      net.layers[0]->forward(ones);  // the second layer follows
+      for (const auto& [name, shard] : engine.shards()) at::Tensor(shard).fill_(value);
+      engine.shards_written();
+      EXPECT_EQ(gathered(engine), 0);
+      for (auto& layer : net.layers) {
+        EXPECT_TRUE(layer->forward(ones).eq(7 * value).all().item<bool>()) << value;
+      }
+    }
+  });
+}
+
 // An order that changes costs gathers, and no numbers.
 TEST_P(LifetimeTogether, WhatWasGatheredAheadForNobodyIsReleased) {
   on_ranks(2, GetParam(), [](World, Chain& net, Engine& engine) {
