@@ -313,6 +313,36 @@ def the_rest_on_four_ranks() -> None:
     accumulates_over_micro_batches()
 
 
+@case
+def averaged_weights_are_evaluated_and_taken_out_again_behind_a_barrier() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    averages: list[list[torch.Tensor]] = [[], []]
+
+    def looked_at(model: nn.Module, averages: list[torch.Tensor], step: int) -> torch.Tensor:
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        for i, now in enumerate(own):
+            averages[i : i + 1] = [now.clone() if step == 0 else averages[i].lerp(now, 0.5)]
+        parameters = list(model.parameters())
+        for parameter, value in zip(parameters, averages, strict=True):
+            parameter.copy_(value)
+        out: torch.Tensor = torch.stack([model(batch(model, step + i)) for i in range(3)])
+        dist.barrier()
+        for parameter, value in zip(parameters, own, strict=True):
+            parameter.copy_(value)
+        return out
+
+    def looking(*args: object, **kwargs: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(*args, lr=0.3, **kwargs)  # type: ignore[arg-type]
+
+    for step in range(4):
+        train_both(model, reference, steps=1, optimizer=looking)
+        with torch.no_grad():
+            torch.testing.assert_close(looked_at(model, averages[0], step), looked_at(reference, averages[1], step))
+        same(reference, model)
+
+
 # ---- running them
 
 
