@@ -91,8 +91,9 @@ class Unit:
         engine = self.ready()
         if engine is not None:
             if not engine.stack:
+                evaluates = not torch.is_grad_enabled()  # inside of untransformed() it is enabled
                 with untransformed():
-                    engine.begin_forward()
+                    engine.begin_forward(evaluates)
             for parameter in self.parameters:
                 parameter.check_places()
             self.door.enter()
@@ -169,8 +170,9 @@ class Unit:
         if self.held or engine is None:
             return
         if not engine.stack:
+            evaluates = not torch.is_grad_enabled()
             with untransformed():
-                engine.begin_forward()
+                engine.begin_forward(evaluates)
         self.keep(engine)
 
     def keep(self, engine: "Engine") -> None:
@@ -250,11 +252,11 @@ class Engine:
         pairs = [(unit.door, unit.leaves) for unit in self.units if unit.parameters]
         with something_to_train([leaf for _, leaf in named]):
             self.native = _C.Engine(world, named, [], pairs, _C.UserOptimizer(), options)
-        self.copied = [one for one in self.parameters if one.copies]
         self._watched: list[torch.Tensor] | None = None  # what the user may write into
         self._version = 0  # of all that, when every rank had it
         for one in self.parameters:
             one.moved = functools.partial(_forget_version, weakref.ref(self))
+        self._evaluated = False  # since the last step: what the user sees is a copy of his own
         self._exchanged = False  # a module got something else in a parameter's place
         replaced.watch(self)
         self._newcomers = self._watch_newcomers(root, world.rank)
@@ -329,8 +331,11 @@ class Engine:
         if one is not None and one.uses == 0 and one in self.parameters:
             self._exchanged = True
 
-    def begin_forward(self) -> None:
-        """Before the outermost module of a forward: what was written into the parameters, or put in their places, is everybody's."""
+    def begin_forward(self, evaluates: bool) -> None:
+        """Before the outermost module of a forward: what was written into the parameters, or put in their places, is everybody's.
+
+        ``evaluates``: no backward follows, whose end would say that every rank has read what it needs.
+        """
         if self._exchanged:
             for unit in self.units:
                 unit.follow_places()
@@ -341,12 +346,21 @@ class Engine:
             one.follow_freezing()
             if one.factor != 1.0 or one.sharded._post_accumulate_grad_hooks or one.hooks:
                 self.look_at(one)
+        if evaluates and not self.whole:
+            self._evaluated = True
+            for one in self.parameters:
+                one.part()
+            self._remember_version()
 
     def publish(self) -> None:
         if self._watched is not None and _C.versions(self._watched) == self._version:
-            return
-        for one in self.copied:
-            one.publish()
+            # Nothing counts what torch._foreach_* writes into DTensors.
+            if not self._evaluated or not any(one.differs() for one in self.parameters):
+                return
+        self.native.shards_written()  # nobody reads what was there before any more
+        for one in self.parameters:
+            if one.apart:
+                one.publish()
         self._remember_version()
         for unit in self.units:
             unit.reshard()  # what it holds is of before
@@ -439,7 +453,9 @@ class Engine:
         if self._newcomers is not None:
             self._newcomers.check()
         self.publish()
+        self._evaluated = False
         for one in self.parameters:
+            one.join()
             one.write_back()
             one.merge()
             one.assign_again()
@@ -451,8 +467,9 @@ class Engine:
                 one.follow()
 
     def end_step(self) -> None:
-        for one in self.copied:
-            one.publish()
+        for one in self.parameters:
+            if one.apart:
+                one.publish()
         self._remember_version()
         self.stepping = False
         self.native.end_step()

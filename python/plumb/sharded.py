@@ -304,9 +304,30 @@ class Sharded:
             self.settle_in(self.leaf.detach())
 
     @property
-    def copies(self) -> bool:
-        """Forwards gather another dtype than the user sees: what he writes is copied."""
-        return self.dtype != self.compute
+    def apart(self) -> bool:
+        """What the user sees is not what forwards gather, which is in another dtype, or read by ranks that still evaluate."""
+        return self.memory is not None and self.local is not self._rows
+
+    def part(self) -> None:
+        """Before a forward that no backward follows: the user may write while other ranks, which read in place, still run theirs."""
+        if self.memory is None or self.apart or self.local.device.type != "cpu":
+            return
+        with torch.no_grad():
+            self.sharded._local_tensor = self._rows.clone()
+        self.moved()
+
+    def differs(self) -> bool:
+        """In any bit from what forwards gather."""
+        if not self.apart or self.memory is None:
+            return False
+        seen = self.cut.flat(self.local.detach().to(self.compute)).contiguous()
+        return not torch.equal(seen.view(torch.uint8), self.memory.detach().view(torch.uint8))
+
+    def join(self) -> None:
+        """Before a step, when all is published: the user's rows are those that forwards gather, where they can be."""
+        if self.apart and self.dtype == self.compute:
+            self.sharded._local_tensor = self._rows
+            self.moved()
 
     def publish(self) -> None:
         """What was written into the rows is what forwards will gather."""
