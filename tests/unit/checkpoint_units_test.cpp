@@ -39,6 +39,14 @@ const std::vector<UnitWay>& unit_ways() {
          return through([block](const at::Tensor& in) { return torch::tanh(block->up(in)).matmul(block->up->weight); },
                         h);
        }},
+      {"InsideAUnitOfAUnit",
+       [](Net& net, const at::Tensor& x, const Through& through) {
+         AroundImpl* around = net.outer.get();
+         BlockImpl* block = around->inner.get();
+         UnitScope outer(unit::door_of(net.outer.ptr())), inner(unit::door_of(around->inner.ptr()));
+         return through(
+             [around, block](const at::Tensor& in) { return block->forward(in * around->scale) * around->scale; }, x);
+       }},
       {"InsideAndAround",
        [](Net& net, const at::Tensor& x, const Through& through) {
          return through(
@@ -166,6 +174,18 @@ TEST(Checkpoint, FindsParametersThatWereGatheredAroundIt) {
     y.sum().backward();
     EXPECT_EQ(gathered(engine), 0);
     EXPECT_TRUE(engine.full_gradient(weight).defined());
+    {
+      BlockImpl* block = net.second.get();
+      UnitScope around(unit::door_of(net.second.ptr()));
+      const auto scope = engine.gathered({weight});
+      y = checkpoint(
+          [weight, block](const at::Tensor& x) { return torch::tanh(torch::linear(block->forward(x), weight)); },
+          torch::ones({2, 6}));
+    }
+    EXPECT_EQ(gathered(engine), 0);
+    y.sum().backward();
+    EXPECT_EQ(gathered(engine), 0);
+    EXPECT_TRUE(engine.full_gradient(net.second->up->weight).defined());
   });
 }
 
