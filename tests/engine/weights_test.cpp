@@ -90,5 +90,24 @@ TEST_P(Weighted, ABackwardThatFailedWeighsNothing) {
 INSTANTIATE_TEST_SUITE_P(Strategies, Weighted, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 
+// Nothing has begun then: a rank that asks again alone is still beside the others.
+TEST(Weights, AWeightOfNoSenseIsRefusedBeforeItsBackward) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      Parts model(5);
+      const at::Tensor before = model.parameters()[4].detach().clone();
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = strategy});
+      if (world.rank() == 1) {
+        for (const double weight : {-1.0, static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+          EXPECT_THROW(engine.backward(model.loss(ones(3)), false, weight), Error);
+        }
+      }
+      engine.backward(model.loss(ones(6)), false, 2 + world.rank());
+      engine.step();
+      EXPECT_LT(distance(engine.full_parameter(model.parameters()[4]), before - 12.0 / 5), 1e-12) << strategy;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb
