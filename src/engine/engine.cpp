@@ -374,6 +374,12 @@ void Engine::zero_grad() {
         "zero_grad() between the backwards of one pass, whose gradients may be on their way already; call it before "
         "engine.pass(), or after its scope (after end_pass() where gradients were delivered)");
   }
+  if (impl_->reducer->has_taken_in()) {
+    throw Error(
+        impl_->world.rank(),
+        "zero_grad() inside a backward, some of whose gradients are in a sum already, as they are where gradients "
+        "are sharded, and in deterministic mode; call it before backward(), or after it has returned");
+  }
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
   impl_->reducer->let_go_of_gradients();
 }

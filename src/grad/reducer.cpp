@@ -58,6 +58,11 @@ bool Reducer::pass_open() const {
   return pass_.has_value();
 }
 
+bool Reducer::has_taken_in() const {
+  Lock lock(mutex_);
+  return pass_ && std::ranges::any_of(sinks(), &Sink::contributed);
+}
+
 bool Reducer::rebuilt() const {
   Lock lock(mutex_);
   return rebuilt_;

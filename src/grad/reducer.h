@@ -133,6 +133,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // A backward is under way, or a scope of several, or gradients were delivered that end_pass() has not closed yet.
   bool pass_open() const;
+  bool has_taken_in() const;  // of the open pass's gradients: they are in a sum, and .grad has none of them
   // How far this rank is: which pass, and how many of its buckets are being reduced.
   struct Progress {
     int64_t pass = 0;  // a number that grows when one opens, and when it closes

@@ -145,5 +145,42 @@ TEST(Refusal, OfAPassThatOneRankLeftByAnExceptionReachesAll) {
   EXPECT_THAT(texts, Each("none"));
 }
 
+// What came before the hook is gone, as in one process, or refused where it cannot be taken back.
+TEST(Refusal, OfZeroGradInsideABackwardIsWhereGradientsAreCollected) {
+  for (const std::string how : {"ddp", "zero1", "zero2", "zero3", "deterministic"}) {
+    const bool collects = how != "ddp" && how != "zero1";
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = at::zeros({40}, at::kDouble).requires_grad_(), b = at::zeros({40}, at::kDouble).requires_grad_();
+      Options options{.strategy = how == "deterministic" ? "ddp" : how, .bucket_bytes = 64, .first_bucket_bytes = 64};
+      options.deterministic = how == "deterministic";
+      options.virtual_ranks = 2;
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, options);
+      const auto backward = [&](bool clears) {
+        const at::Tensor h = b * 1;
+        h.register_hook([&engine, clears](const at::Tensor& gradient) {
+          if (clears) engine.zero_grad();
+          return gradient;
+        });
+        (h.sum() + 3 * a.sum()).backward();  // a's comes first
+      };
+      if (!collects) {
+        backward(true);
+        EXPECT_FALSE(engine.full_gradient(a).defined());
+        EXPECT_TRUE(engine.full_gradient(b).eq(1).all().item<bool>());
+        engine.step();
+        EXPECT_TRUE(engine.full_parameter(a).eq(0).all().item<bool>());
+        return;
+      }
+      EXPECT_THAT([&] { backward(true); }, ThrowsMessage<std::exception>(HasSubstr("zero_grad() inside a backward")));
+      if (options.deterministic) return;  // this step has had its shares
+      engine.zero_grad();
+      backward(false);
+      engine.step();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-3).all().item<bool>());
+    });
+    EXPECT_THAT(texts, Each("none")) << how;
+  }
+}
+
 }  // namespace
 }  // namespace plumb
