@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import subprocess
@@ -286,6 +287,30 @@ def test_a_module_that_is_wrapped_again_has_one_engine() -> None:
         held, mean = [1.0 + rank] * 2, [1.5 + 3.0] * 2
         assert found[2:6] == [held, mean, held, mean]
         assert "belongs to another DistributedDataParallel, which has more parameters" in found[6]
+
+
+def copied_with_its_hook() -> list[Any]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(64, 64))
+
+    def doubled(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        mean = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return mean.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+    wrapper.register_comm_hook(None, doubled)
+    found = []
+    for one in (wrapper, copy.deepcopy(wrapper)):
+        one(torch.full((1, 64), 1.0 + dist.get_rank())).sum().backward()
+        found.append(float(one.module.weight.grad[0, 0]))
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    sizes = [len(plumb.DistributedDataParallel(copy.deepcopy(layers), bucket_cap_mb=cap).engine._engine.bucket_bytes) for cap in (0.001, 1)]
+    return [*sizes, *found]
+
+
+def test_a_copy_has_the_hook_and_buckets_are_as_large_as_told() -> None:
+    for found in plumb.spawn(copied_with_its_hook, 2):
+        assert found == [8, 1, 3.0, 3.0], found
 
 
 PROGRAM = """

@@ -307,6 +307,40 @@ def test_whole_models_in_f32(tmp_path: Path) -> None:
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
 
 
+def test_nothing_of_before_a_load_counts_after_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Values that were set and not yet stepped; how often a loss scale may still stay."""
+    undisturbed = saved(tmp_path / "a")
+    engine = build(2, "bf16")
+    for p in engine.module.parameters():
+        if p.requires_grad:  # as in the checkpoint, but for the last bits
+            utils.safe_set_full_fp32_param(p, utils.safe_get_full_fp32_param(undisturbed.module.get_parameter(name_of(engine, p))) * (1 + 2**-12))
+    engine.load_checkpoint(tmp_path / "a")
+    for one in (engine, undisturbed):
+        train(one, 5)
+    assert ending(engine) == ending(undisturbed)
+
+    engine = build(0, "f32", gradient_accumulation_steps=3, managed_gradient_accumulation=False)
+    engine.save_checkpoint(tmp_path / "b")
+    assert not caplog.records
+    engine.backward(engine(torch.ones(2, WIDTH)))
+    engine.save_checkpoint(tmp_path / "b")
+    assert "after 1 backwards of a step that has not ended" in caplog.text
+    engine.destroy()
+
+    engine = build(1, "fp16")
+    engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.float16)) * float("inf"))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "c")
+    fresh = build(1, "fp16")
+    fresh.load_checkpoint(tmp_path / "c")
+    scaling = fresh.optimizer.loss_scale_config
+    assert (scaling.cur_iter, scaling.last_overflow_iter, scaling.cur_hysteresis) == (1, 0, 1)
+
+
+def name_of(engine: Any, parameter: torch.Tensor) -> str:
+    return next(name for name, p in engine.module.named_parameters() if p is parameter)
+
+
 def test_a_checkpoint_does_not_know_that_its_model_was_compiled(tmp_path: Path) -> None:
     """Names of frozen parameters and of weights with two names are those of the plain model."""
     torch.manual_seed(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shutil
@@ -407,3 +408,85 @@ def contents_entry(kind: str, name: str, key: str, value: torch.Tensor) -> Any:
     from plumb.formats.contents import Entry
 
     return Entry(kind, name, key, value.dtype, tuple(value.shape), lambda: value)
+
+
+def test_groups_and_counts_of_a_folder_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    """Numbers that torch wants as a pair, which such folders keep as lists; parameters that took unlike numbers of steps."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Rprop(model.parameters(), etas=(0.4, 1.3), step_sizes=(1e-7, 40.0))
+    for used in (list(model.parameters()), [model.bias], [model.bias]):
+        optimizer.zero_grad()
+        sum(p.sum() for p in used).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    found = read("dcp", str(tmp_path / "theirs"), "Rprop")
+    assert found.step == 3 and found.optimizer is not None and found.optimizer.kind == "Rprop"
+    assert [(group["etas"], group["step_sizes"]) for group in found.optimizer.groups] == [((0.4, 1.3), (1e-7, 40.0))]
+    words = ["--from", "dcp", "--to", "plumb", "--optimizer", "Rprop", str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    assert main(words) == 0
+    fresh = torch.nn.Linear(2, 2)
+    with plumb.Engine(fresh, torch.optim.Rprop(fresh.parameters())) as engine:
+        engine.load(tmp_path / "ours")
+        assert torch.equal(fresh.weight, model.weight) and engine.steps == 3
+
+
+def test_parameters_that_never_stepped_have_no_state_in_what_is_converted(tmp_path: Path) -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    with plumb.Engine(model, torch.optim.AdamW(model.parameters())) as engine:
+        model[0](torch.ones(1, 2)).sum().backward()
+        engine.step()
+        dcp.save({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+    found = read("dcp", str(tmp_path))
+    assert {entry.name for entry in found.of("state", "value")} == {"0.weight", "0.bias"}
+
+
+def test_the_momentum_of_plumbs_sgd_is_torchs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with plumb.Engine(model, plumb.SGD(lr=0.1, momentum=0.9)) as engine:
+        model(torch.ones(1, 2)).sum().backward()
+        engine.step()
+        engine.save(tmp_path)
+    found = {(entry.name, entry.key): entry.checked() for entry in native.read(str(tmp_path)).of("state")}
+    assert found.keys() == {("weight", "momentum_buffer"), ("bias", "momentum_buffer")}
+    assert found["weight", "momentum_buffer"].eq(1.0).all()
+
+
+def test_the_record_of_deepspeeds_engine_stays_away_where_it_is_told(tmp_path: Path) -> None:
+    for bare, extras in ((True, set()), (False, {"deepspeed"})):
+        words = ["--from", "deepspeed", "--to", "plumb", *(["--bare"] if bare else []), str(REAL / FOLDERS[0]), str(tmp_path / str(bare))]
+        assert main(words) == 0
+        saved = plumb._C.SavedCheckpoint(str(tmp_path / str(bare)))
+        assert {tensor.name for tensor in saved.tensors if tensor.kind == "extra"} == extras
+
+
+def test_files_of_old_torches_are_read(tmp_path: Path) -> None:
+    value = {"weight": torch.arange(3.0), "step": 3}
+    torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    found = unpickle.load(str(tmp_path / "old.pt"))
+    assert torch.equal(found["weight"], value["weight"]) and found["step"] == 3
+
+
+def test_a_tensor_is_in_one_file_and_what_it_was_announced_as(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        safetensors.save_file({"weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(plumb.Error, match="'weight' stands in two files"):
+        read("safetensors", str(tmp_path))
+    entry = contents_entry("weight", "w", "", torch.ones(2))
+    assert torch.equal(entry.checked(), torch.ones(2))
+    for other in (torch.ones(3), torch.ones(2).double()):
+        with pytest.raises(plumb.Error, match="was announced as torch.float32"):
+            dataclasses.replace(entry, read=lambda other=other: other).checked()
+
+
+def test_half_precision_is_told_by_either_name_and_other_names_of_parameters_are_not_counted() -> None:
+    for word, dtype in ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16):
+        assert zero._half({"ds_config": {word: {"enabled": True}}}) == dtype
+        assert zero._half({"ds_config": {word: {"enabled": False}}}) is None
+    contents = Contents(aliases={"head": "embed"})
+    shared, momentum = torch.ones(2), torch.full((2,), 0.5)
+    optimizer = {"param_groups": [{"params": [0, 1], "lr": 0.1}], "state": {0: {"momentum_buffer": momentum}, 1: {}}}
+    module = {"embed": shared, "last": torch.zeros(3), "head": shared}
+    zero._read_stage0({"module": module, "optimizer": optimizer}, contents, "SGD", set())
+    assert contents.optimizer is not None and contents.optimizer.groups == [{"params": ["embed", "last"], "lr": 0.1}]
+    assert [(entry.name, entry.key) for entry in contents.of("state")] == [("embed", "momentum_buffer")]

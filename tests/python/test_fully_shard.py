@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -246,6 +246,20 @@ def replicas_of_shards() -> None:
             assert parameter.placements == (Replicate(), Shard(0))
         train_both(model, reference)
         train_both(model, reference, micro=2)
+
+
+@on_four
+def replicas_begin_alike_also_where_forwards_have_another_dtype() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float32)):
+        model = mlps()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(mesh.get_local_rank(0))  # as of unlike seeds
+        shard(model, mesh=mesh, mp_policy=policy)
+        plain_loss(model, 0)
+        for mine, its in zip(model.parameters(), mlps().parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), its.detach())
 
 
 @on_four

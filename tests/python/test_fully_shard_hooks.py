@@ -180,6 +180,18 @@ def what_is_set_without_recursion_is_of_one_module() -> None:
 
 
 @case
+def what_is_set_module_by_module_counts_from_the_last_one_on() -> None:
+    model = shard(mlps())
+    plain_loss(model, 0).backward()
+    model.zero_grad()
+    for one in (model, *model):
+        one.set_requires_gradient_sync(False, recurse=False)
+    plain_loss(model, 1).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.zero_grad()
+
+
+@case
 def what_stays_whole_does_so_from_a_forward_to_its_backward() -> None:
     model = shard(mlps(), reshard_after_forward=False)
     weight = model[1].in_proj.weight

@@ -163,6 +163,11 @@ def test_what_has_no_shape_yet_is_refused_by_name() -> None:
             plumb.Engine(pairs, plumb.SGD(lr=1.0))
 
 
+def test_half_precision_is_of_two_kinds() -> None:
+    kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16)
+    assert [plumb.given.is_half(torch.ones(1, dtype=one)) for one in kinds] == [True, True, False, False, False]
+
+
 def test_a_group_may_be_one_already() -> None:
     assert unmoved([plumb.ParameterGroup({"1.bias"}, lr=0.0)]) == {"1.bias"}  # type: ignore[list-item]
 

@@ -43,6 +43,7 @@ def worlds_of_meshes() -> dict[str, Any]:
     ask("in columns", [[0, 2], [1, 3]])
     ask("some in a row", [1, 3])
     ask("two rows of one", [[0], [2]])
+    ask("other rows of one", [[0], [3]])
     ask("one", [2])
     ask("one of two dimensions", [[1]])
     ask("three dimensions", [[[0, 1], [2, 3]]])
@@ -69,7 +70,7 @@ def test_a_mesh_says_who_takes_part_and_over_which_axes() -> None:
         assert found["all in two rows"] == (me, 4, 2, 2, True)
         # The ranks of the world are those of the mesh, row by row.
         assert found["in columns"] == ([0, 2, 1, 3].index(me), 4, 2, 2, False)
-        for name, ranks, axes in ("some in a row", [1, 3], (1, 2)), ("two rows of one", [0, 2], (2, 1)):
+        for name, ranks, axes in ("some in a row", [1, 3], (1, 2)), ("two rows of one", [0, 2], (2, 1)), ("other rows of one", [0, 3], (2, 1)):
             if me in ranks:
                 assert found[name] == (ranks.index(me), 2, *axes, False), name
             else:
@@ -79,6 +80,36 @@ def test_a_mesh_says_who_takes_part_and_over_which_axes() -> None:
         assert "the mesh has 3 dimensions; expected one" in found["three dimensions"]
         assert "[[0, 1], [3, 2]] do not ascend" in found["not in their order"]
         assert "[[2, 3], [0, 1]] do not ascend" in found["rows not in their order"]
+
+
+def timeouts() -> list[Any]:
+    """What our connections are told of how long they may wait."""
+    import sys
+
+    module, told = sys.modules["plumb.world"], []
+
+    class Stub:
+        @staticmethod
+        def join(**words: Any) -> str:
+            told.append(words["timeout"])
+            return "world"
+
+        @staticmethod
+        def meet(*_: Any, **words: Any) -> str:
+            told.append(words["timeout"])
+            return "world"
+
+    real, module.World = module.World, Stub  # type: ignore[attr-defined]
+    plumb.world(timeout=7.0)
+    dist.init_process_group("gloo")
+    plumb.world(timeout=8.0)
+    module.World = real  # type: ignore[attr-defined]
+    module._worlds.clear()
+    return told
+
+
+def test_a_world_waits_as_long_as_it_is_told() -> None:
+    assert plumb.spawn(timeouts, 2) == [[7.0, 8.0]] * 2
 
 
 def test_our_connections_go_through_shared_memory_beside_gloo_alone() -> None:

@@ -278,3 +278,50 @@ def test_state_of_no_parameter_and_every_generator_come_along(tmp_path: Path) ->
     assert loaded[2][1] == again[2][1]  # a rank that was not there before: numbers of its own, the same each time
     assert all(loaded[2][1][0][i] != saved[rank][1][0][i] for rank in range(2) for i in range(3))
     assert "has 'beside' beside its state and groups" in saved[0][2]
+
+
+def test_a_state_that_nobody_loaded_and_one_without_an_optimizer_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with plumb.Engine(model, None) as engine:
+        dcp.save({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+        with pytest.raises(plumb.Error, match="was not loaded by torch.distributed.checkpoint"):
+            engine.load_state_dict(engine.state_dict())
+        dcp.load({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+    with plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1)) as engine:
+        with pytest.raises(Exception, match="has a torch.optim optimizer, and the other has none"):
+            dcp.load({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def state_from_before(folder: str) -> None:
+    """An engine that has not stepped, over an optimizer that has: what lies in another order than its shape says, and nothing at all."""
+    dist.init_process_group("gloo")
+    model, optimizer = stepped_alone()
+    engine = plumb.Engine(model, optimizer, strategy="zero2")
+    dcp.save({"engine": engine}, checkpoint_id=folder)
+
+
+def stepped_alone() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last))
+    model.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=draw).to(memory_format=torch.preserve_format)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_state_from_before_the_engine_comes_along(tmp_path: Path) -> None:
+    plumb.spawn(state_from_before, 2, (str(tmp_path),))
+    model, optimizer = stepped_alone()
+    expected = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}  # type: ignore[index]
+    with torch.no_grad():
+        for value in (*model.parameters(), *(one for state in optimizer.state.values() for one in state.values())):
+            value.zero_()
+    with plumb.Engine(model, optimizer) as engine:
+        dcp.load({"engine": engine}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(model[0].weight, stepped_alone()[0][0].weight)  # type: ignore[index]
+    for key, value in optimizer.state[model[0].weight].items():  # type: ignore[index]
+        assert torch.equal(value, expected[key]), key
