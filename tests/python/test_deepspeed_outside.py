@@ -157,6 +157,31 @@ def described() -> None:
     assert torch.equal(copy.deepcopy(model).embed.weight, before["embed.weight"])
 
 
+def persisting() -> None:
+    """Between steps: the larger module is in parts, the smaller one stays."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
+    }
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    engine = deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+        for name, parameter in model.named_parameters():
+            assert parameter.ds_persist == name.startswith("1."), name
+            assert parameter.ds_status == (Theirs.AVAILABLE if parameter.ds_persist else Theirs.NOT_AVAILABLE), name
+            assert hasattr(parameter, "ds_id") != parameter.ds_persist
+    engine.destroy()
+    assert not any(hasattr(p, "ds_persist") or hasattr(p, "ds_status") for p in model.parameters())
+
+
+def test_parameters_say_whether_they_stay_whole() -> None:
+    plumb.spawn(persisting, 2)
+
+
 def test_parameters_say_what_programs_ask_them() -> None:
     plumb.spawn(with_gloo, 2, (described,))
 

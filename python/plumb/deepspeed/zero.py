@@ -82,19 +82,20 @@ def is_whole(parameter: torch.Tensor) -> bool:
     return True
 
 
-_WORDS = ("ds_id", "ds_status", "ds_shape", "ds_numel", "partition_numel")
+_WORDS = ("ds_id", "ds_status", "ds_persist", "ds_shape", "ds_numel", "partition_numel")
 
 
 def describe(module: nn.Module, sharded: Iterable[int], part_of: Callable[[torch.Tensor], int]) -> None:
-    """The words of DeepSpeed's that programs ask parameters of stage 3 for. ``ds_id`` and ``ds_status`` are of those alone
-    that are ``sharded`` (their ids): who finds them gathers before he reads."""
+    """The words of DeepSpeed's that programs ask parameters of stage 3 for. ``ds_id`` is of those alone that are ``sharded``
+    (their ids): who finds it gathers before he reads. The others persist."""
     cut = set(sharded)
     for number, parameter in enumerate(module.parameters()):
         words: Any = parameter
         words.ds_shape, words.ds_numel = parameter.shape, parameter.numel()
         words.partition_numel = functools.partial(int, part_of(parameter))
+        words.ds_status, words.ds_persist = _Status(parameter), id(parameter) not in cut
         if id(parameter) in cut:
-            words.ds_id, words.ds_status = number, _Status(parameter)
+            words.ds_id = number
 
 
 def forget(module: nn.Module) -> None:
