@@ -14,6 +14,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._C import Error
 from .fsdp_module import _UNIT, FSDPModule, Misuse, unit_of
@@ -241,7 +242,31 @@ def _shard(
             f" {parameter.stride()}; make it contiguous"
         )
     asked = placement(parameter) if placement is not None else None
+    _check_memory(parameter, name)
     return Sharded(parameter, cut.along(_dim(asked, parameter, name, cut.shards)), device, policy.param_dtype)
+
+
+# What was cut, by its storage while that lives: name, first and last byte.
+_memory: dict[int, tuple[StorageWeakRef, list[tuple[str, int, int]]]] = {}
+
+
+def _check_memory(parameter: nn.Parameter, name: str) -> None:
+    """Two parameters over one memory are one weight of a plain program, and would be two from here on."""
+    if parameter.is_meta or parameter.numel() == 0:
+        return
+    for gone in [key for key, (storage, _) in _memory.items() if storage.expired()]:
+        del _memory[gone]
+    mine = StorageWeakRef(parameter.untyped_storage())
+    begin = parameter.storage_offset() * parameter.element_size()
+    end = begin + parameter.numel() * parameter.element_size()
+    _, others = _memory.setdefault(mine.cdata, (mine, []))
+    for other, first, last in others:
+        if begin < last and first < end:
+            raise Error(
+                f"parameter '{name}' of shape {list(parameter.shape)} shares memory with parameter '{other}', which was sharded before, but"
+                " they are two tensors, and would be two weights from here on; tie weights by registering the same tensor twice"
+            )
+    others.append((name, begin, end))
 
 
 def _dim(asked: Any, parameter: nn.Parameter, name: str, shards: int) -> int:

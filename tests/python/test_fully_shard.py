@@ -331,6 +331,27 @@ def the_rest_on_four_ranks() -> None:
 @case
 def averaged_weights_are_evaluated_and_taken_out_again() -> None:
     """Without a barrier: a rank that still evaluates does not see what the others write back, however they write."""
+
+
+def two_parameters_over_one_memory_are_an_error() -> None:
+    for together in (True, False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = nn.Parameter(model[0].weight.data)
+        if not together:
+            plumb.fully_shard(model[0])
+        with pytest.raises(plumb.Error, match="parameter '(1.)?weight' of shape .* shares memory with parameter '(0.)?weight'"):
+            plumb.fully_shard(model if together else model[1])
+    flat = torch.randn(40)  # of which two have a part each
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for i, linear in enumerate(model):
+        linear.weight = nn.Parameter(flat[20 * i : 20 * i + 16].view(4, 4))
+    model[0].bias = model[1].bias
+    plumb.fully_shard(model[0])
+    plumb.fully_shard(model)
+
+
+@case
+def averaged_weights_are_evaluated_and_taken_out_again_behind_a_barrier() -> None:
     model = mlps()
     reference = copy.deepcopy(model)
     shard(model)
