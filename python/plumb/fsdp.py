@@ -254,10 +254,10 @@ def _check_memory(parameter: nn.Parameter, name: str) -> None:
     """Two parameters over one memory are one weight of a plain program, and would be two from here on."""
     if parameter.is_meta or parameter.numel() == 0:
         return
-    for gone in [key for key, (storage, _) in _memory.items() if storage.expired()]:
+    for gone in [key for key, (storage, _) in _memory.items() if storage.expired()]:  # type: ignore[no-untyped-call]
         del _memory[gone]
-    mine = StorageWeakRef(parameter.untyped_storage())
-    begin = parameter.storage_offset() * parameter.element_size()
+    mine = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+    begin = int(parameter.storage_offset()) * parameter.element_size()
     end = begin + parameter.numel() * parameter.element_size()
     _, others = _memory.setdefault(mine.cdata, (mine, []))
     for other, first, last in others:
