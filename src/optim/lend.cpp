@@ -82,7 +82,9 @@ void Updater::take_back(std::deque<Bucket>& buckets, Group& shard, Ledger& ledge
   std::deque<Pending> gathers;
   stretches_.drop_gradients();
   for (Bucket& bucket : buckets) {
-    const auto is_lent = [this](const Sink* sink) { return states_[sink->index].lent; };
+    const auto is_lent = [this](const Sink* sink) {  // a step without any gradient may find no states yet
+      return static_cast<size_t>(sink->index) < states_.size() && states_[sink->index].lent;
+    };
     if (!bucket.has_gradient() && std::none_of(bucket.sinks.begin(), bucket.sinks.end(), is_lent)) continue;
     const Flats& flats = flats_of(bucket);
     if (flats.master) {
