@@ -329,10 +329,6 @@ def the_rest_on_four_ranks() -> None:
 
 
 @case
-def averaged_weights_are_evaluated_and_taken_out_again() -> None:
-    """Without a barrier: a rank that still evaluates does not see what the others write back, however they write."""
-
-
 def two_parameters_over_one_memory_are_an_error() -> None:
     for together in (True, False):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -351,7 +347,8 @@ def two_parameters_over_one_memory_are_an_error() -> None:
 
 
 @case
-def averaged_weights_are_evaluated_and_taken_out_again_behind_a_barrier() -> None:
+def averaged_weights_are_evaluated_and_taken_out_again() -> None:
+    """Without a barrier: a rank that still evaluates does not see what the others write back, however they write."""
     model = mlps()
     reference = copy.deepcopy(model)
     shard(model)
