@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "plumb/error.h"
 #include "plumb/save.h"
@@ -15,7 +16,24 @@ namespace {
 PyObject* error_type = nullptr;
 PyObject* save_error_type = nullptr;
 
-void set(PyObject* type, const char* what) { PyErr_SetString(type, what); }
+// Messages speak C++, whose words have others here.
+constexpr std::pair<std::string_view, std::string_view> kWords[] = {
+    {"Access::write", "write=True"}, {"gathered({...}", "gathered([...]"},
+    {"gathered({", "gathered(["},    {"}, write=True", "], write=True"},
+    {"plumb::Unit", "unit"},         {"Options::", ""},
+    {"p.grad()", "p.grad"},
+};
+
+std::string in_python(std::string text) {
+  for (const auto& [theirs, ours] : kWords) {
+    for (size_t at = text.find(theirs); at != std::string::npos; at = text.find(theirs, at + ours.size())) {
+      text.replace(at, theirs.size(), ours);
+    }
+  }
+  return text;
+}
+
+void set(PyObject* type, const char* what) { PyErr_SetString(type, in_python(what).c_str()); }
 
 // What it does not know goes on, to pybind11's own translators.
 void translate(std::exception_ptr thrown) {

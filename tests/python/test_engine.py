@@ -114,7 +114,8 @@ def gathers() -> None:
             with torch.no_grad():
                 weight.fill_(7.0)
     assert torch.equal(engine.full_parameter(weight), torch.full_like(state["blocks.0.up.weight"], 7.0))
-    with pytest.raises(plumb.Error, match="blocks.0.up.weight"), engine.gathered([weight]):
+    told = r"'blocks.0.up.weight' was changed inside engine.gathered\(\[...\]\) and the change is lost; gather it with write=True, on"
+    with pytest.raises(plumb.Error, match=told), engine.gathered([weight]):
         with torch.no_grad():
             weight.fill_(8.0)
     with pytest.raises(KeyError), engine.gathered([weight], write=True):  # on every rank: nothing is published
@@ -126,6 +127,11 @@ def gathers() -> None:
 
 def test_gathered_parameters_are_whole_and_rank_0_writes() -> None:
     plumb.spawn(gathers, 2)
+
+
+def test_errors_have_the_words_of_python() -> None:
+    with pytest.raises(plumb.Error, match="there is no parameter group 5; groups has 0"):
+        plumb.Engine(make(), plumb.SGD(lr=0.1)).lr(5)
 
 
 UNITS: dict[str, Any] = {
