@@ -1,6 +1,7 @@
 // Saves and loads of odd things, and of what cannot be: every rank is told alike, what to do, and training goes on.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 
@@ -164,6 +165,27 @@ TEST(RefusedSave, OfAnEngineThatEndsIsLostAndSaysSo) {
                     HasSubstr("call engine.finish_save() first. Earlier ones are intact")));
   for (const std::string& name : save::names_in(root)) EXPECT_THAT(name, Not(HasSubstr("unfinished")));
   EXPECT_EQ(save::checkpoints_in(root).size(), 2u);
+  Engine again(World(), model, AdamW{});
+  EXPECT_EQ(again.load(root).step, 1);
+}
+
+TEST(RefusedSave, OfAnEngineThatEndsWhenItIsOnTheDiskIsNotLost) {
+  Scratch scratch;
+  const std::string root = scratch.path("all");
+  Heard heard;
+  const c10::WarningUtils::WarningHandlerGuard guard(&heard);
+  Model model(3);
+  {
+    Engine engine(World(), model, AdamW{});
+    train(engine, model, 1);
+    engine.save_in_background(root);
+    // A step begins what gives it its name, and nobody asks again.
+    while (save::checkpoints_in(root).empty()) {
+      train(engine, model, 1);
+      for (int i = 0; i < 100 && save::checkpoints_in(root).empty(); ++i) usleep(1000);
+    }
+  }
+  EXPECT_EQ(heard.text, "");
   Engine again(World(), model, AdamW{});
   EXPECT_EQ(again.load(root).step, 1);
 }
