@@ -22,8 +22,9 @@ def block() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LINEARS)), torch.nn.Tanh())
 
 
-def measure(world: plumb.World) -> dict[str, list[float]]:
+def measure() -> dict[str, list[float]]:
     torch.set_num_threads(1)
+    world = plumb.world()
     variants: dict[str, tuple[torch.nn.Module, plumb.Engine]] = {}
     for name, asks in (("without asking", False), ("asking", True)):
         torch.manual_seed(0)
