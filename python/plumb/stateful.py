@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import math
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -243,10 +244,16 @@ def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]
         groups.append({"params": [names[id(p)] for p in group["params"]], "settings": settings})
         expected: dict[str, Any] | None = None
         for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
             name = names[id(parameter)]
             found, begin = steps.state_of(parameter)
+            if not parameter.requires_grad:
+                if found:
+                    warnings.warn(
+                        f"plumb: '{name}' is frozen, and what {type(optimizer).__name__} keeps of it is left out of a state for"
+                        " torch.distributed.checkpoint; engine.save() has it",
+                        stacklevel=2,
+                    )
+                continue
             if not found:
                 expected = _probe(optimizer, group) if expected is None else expected
                 found, begin = _placeholder(expected, engine, parameter)

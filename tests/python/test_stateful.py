@@ -325,3 +325,21 @@ def test_state_from_before_the_engine_comes_along(tmp_path: Path) -> None:
     assert torch.equal(model[0].weight, stepped_alone()[0][0].weight)  # type: ignore[index]
     for key, value in optimizer.state[model[0].weight].items():  # type: ignore[index]
         assert torch.equal(value, expected[key]), key
+
+
+def left_out(strategy: str) -> list[str]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    engine = plumb.Engine(model, torch.optim.Adam(model.parameters(), lr=0.1), strategy=strategy)
+    model(torch.ones(1, 3)).sum().backward()
+    engine.step()
+    engine.zero_grad()
+    assert set(engine.state_dict()["optim"]["state"]) == {"weight", "bias"}
+    model.bias.requires_grad_(False)
+    with pytest.warns(UserWarning, match="'bias' is frozen, and what Adam keeps of it is left out .* engine.save\\(\\) has it"):
+        return list(engine.state_dict()["optim"]["state"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_state_of_what_was_frozen_since_is_not_left_out_in_silence(strategy: str) -> None:
+    assert plumb.spawn(left_out, 2, (strategy,)) == [["weight"]] * 2
