@@ -80,8 +80,8 @@ struct Options {
   // Sharded parameters, where ranks cannot read each other's memory: units that are used next are gathered before their
   // use, and kept after it, as many bytes of whole parameters as this; one unit at least.
   int64_t gather_ahead_bytes = 16 << 20;
-  // There, ranks may use different units: they ask each other before each gather, in messages of log₂ N rounds, and gather
-  // whatever somebody needs. Off: they do not ask, and ranks that use different units end in an Error that names them. (On
+  // There, ranks may use different units: they ask each other before they gather, for as much as is gathered ahead, in
+  // messages of log₂ N rounds, and gather whatever somebody needs. Off: they do not ask, and ranks that use different units end in an Error that names them. (On
   // GPUs, and over backends that were adopted, they ask anyway.) PLUMB_ASK_BEFORE_GATHERS=1 sets it for every engine of a
   // program, on every rank.
   bool ask_before_gathers = false;

@@ -17,11 +17,15 @@ def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
     """For a hook of a step: whether another step of the same optimizer is around it, as where a derived class calls super()'s."""
     around: FrameType | None = sys._getframe(2)  # torch's function that calls the hooks
     assert around is not None
-    code, around = around.f_code, around.f_back
-    while around is not None:
-        if around.f_code is code and (around.f_locals.get("args") or (None,))[0] is optimizer:
+    return _steps_around(around.f_back, {around.f_code}, optimizer)
+
+
+def _steps_around(frame: FrameType | None, codes: set[CodeType], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of ``codes``, which are torch's around a step, runs for this optimizer in ``frame`` or around it."""
+    while frame is not None:
+        if frame.f_code in codes and (frame.f_locals.get("args") or (None,))[0] is optimizer:
             return True
-        around = around.f_back
+        frame = frame.f_back
     return False
 
 
@@ -42,11 +46,8 @@ def check_outside(steps: Steps, call: str) -> None:
     """An Error in the middle of a step; one that threw has ended."""
     if not steps.stepping and steps.groups is None:
         return
-    around: FrameType | None = sys._getframe(1)
-    while around is not None:
-        if around.f_code in _STEPS and (around.f_locals.get("args") or (None,))[0] is steps.optimizer:
-            raise Error(f"{call} inside of a step of {type(steps.optimizer).__name__}: call it when the step has ended")
-        around = around.f_back
+    if _steps_around(sys._getframe(1), _STEPS, steps.optimizer):
+        raise Error(f"{call} inside of a step of {type(steps.optimizer).__name__}: call it when the step has ended")
     steps.abandon()
 
 

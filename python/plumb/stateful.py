@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from . import optim, save as _save
 from ._C import Error
+from .given import refusal
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -322,7 +323,7 @@ def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
         words = {**run, "optimizer": run["own"]}
         _check(engine, given, run, words)
     except Exception as error:  # noqa: BLE001  (every rank hears of it)
-        why = str(error).removeprefix("plumb: ") or type(error).__name__
+        why = refusal(error)
     for rank, said in enumerate(native.exchange(why, "load_state_dict()")):
         if said:
             raise Error(f"the checkpoint does not fit this engine, and nothing was loaded: {said} (rank {rank})")
