@@ -23,7 +23,9 @@ rc::Gen<Input> inputs() {
     Input input;
     const auto count = *rc::gen::inRange(0, 40);
     for (int i = 0; i < count; ++i) {
-      input.items.push_back({*rc::gen::inRange<int64_t>(0, 5000), *rc::gen::element<int64_t>(2, 4, 8), 0});
+      // One of many is larger than 32 bits count: nothing is laid out here but numbers.
+      const int64_t more = *rc::gen::weightedElement<int64_t>({{15, 0}, {1, (int64_t{1} << 31) - 2500}});
+      input.items.push_back({more + *rc::gen::inRange<int64_t>(0, 5000), *rc::gen::element<int64_t>(2, 4, 8), 0});
       input.items.back().kind = static_cast<int>(input.items.back().element_bytes);
     }
     input.order.resize(count);
@@ -323,6 +325,22 @@ TEST(Layout, SharesOwnersOutEvenly) {
   EXPECT_EQ(layout.buckets[0].items, (std::vector<int>{3, 2, 1, 0}));
   EXPECT_EQ(layout.slots[1].offset, 2 * 16 * 5);
   EXPECT_EQ(layout.slots[0].offset, 2 * 16 * 5 + 16 * 3);
+}
+
+TEST(Layout, CountsMoreThan32BitsHold) {
+  constexpr int64_t large = (int64_t{1} << 33) + 16;
+  for (const int owners : {0, 2}) {
+    const int64_t cap = 8 * large + 128;
+    const Layout layout = plan({{large, 4, 0}, {large, 4, 0}, {16, 4, 0}, {16, 4, 0}}, {0, 1, 2, 3},
+                               {.bucket_bytes = cap, .first_bucket_bytes = cap, .shards = 2, .owners = owners});
+    ASSERT_EQ(layout.buckets.size(), 1u);
+    EXPECT_EQ(layout.buckets[0].numel, 2 * large + 32);
+    EXPECT_EQ(layout.slots[1].offset, owners == 0 ? large : large + 16);
+    EXPECT_EQ(layout.slots[3].offset, 2 * large + 16);
+    const Range second = owned(layout.buckets[0].numel, 1, 2);
+    EXPECT_EQ(second.begin, large + 16);
+    EXPECT_EQ(second.end, 2 * large + 32);
+  }
 }
 
 TEST(Layout, LargeParametersComeAsManyAtATimeAsThereAreOwners) {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -23,6 +24,7 @@ using test::refused;
 using test::Scratch;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string random_bytes(size_t count, std::mt19937_64& random) {
   std::string bytes(count, '\0');
@@ -230,6 +232,7 @@ TEST(CheckpointProperty, MustBeTheFilesOfItsManifest) {
               HasSubstr("is claimed twice by the manifest"));
   EXPECT_THAT(said([](Manifest& m, std::string&) { m.tensors.erase(m.tensors.begin() + 1); }),
               HasSubstr("tensor 'turned' of '" + path + "/part-0' is not in the manifest"));
+  EXPECT_THAT(said([](Manifest& m, std::string&) { m.tensors.clear(); }), HasSubstr("is not in the manifest"));
   EXPECT_THAT(refused([&] { Checkpoint{scratch.path("absent")}; }), HasSubstr("is no folder of a checkpoint"));
 }
 
@@ -290,6 +293,22 @@ TEST(Files, AreAllClosedInTheEnd) {
   const auto before = open();
   for (int i = 0; i < 3; ++i) use();
   EXPECT_EQ(open(), before);
+}
+
+// A program that a rank starts may outlive it: a lock that it inherited would keep the next run out of the folder.
+TEST(Files, AreNotThoseOfAProgramThatIsStartedMeanwhile) {
+  Scratch scratch;
+  scratch.write("old", "12345");
+  const NewFile written(scratch.path("new"));
+  const OldFile read(scratch.path("old"));
+  const FolderLock lock(scratch.path(""));
+  FILE* program = popen("readlink /proc/self/fd/* 2>/dev/null; true", "r");
+  ASSERT_NE(program, nullptr);
+  std::string inherited;
+  for (char piece[256]; fgets(piece, sizeof piece, program) != nullptr;) inherited += piece;
+  pclose(program);
+  EXPECT_NE(inherited, "");
+  EXPECT_THAT(inherited, Not(HasSubstr(std::filesystem::path(scratch.path("old")).parent_path().filename().string())));
 }
 
 // A published vector of each of the ways that a length is summed, and all lengths in one number.

@@ -416,8 +416,14 @@ TEST(Faults, AFolderIsMadeHoweverItsPathIsSpelled) {
   }
   const std::string before = std::filesystem::current_path().string();
   std::filesystem::current_path(scratch.path("a"));
-  save::make_folder("here");
-  save::make_folder("below/here");
+  // By one name, or by several: each new one is on the disk.
+  for (const char* path : {"here", "below/here", "./there", "below/../other/"}) {
+    const std::string first = *std::filesystem::path(path).begin();
+    calls::watch(first);
+    save::make_folder(path);
+    calls::stop();
+    EXPECT_EQ(calls::not_synced(), "") << path;
+  }
   std::filesystem::current_path(before);
   EXPECT_TRUE(save::is_folder(scratch.path("a/here")) && save::is_folder(scratch.path("a/below/here")));
   EXPECT_THROW(save::make_folder(""), Error);

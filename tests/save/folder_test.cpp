@@ -80,6 +80,25 @@ TEST(Folder, KeepsAsManyAsItIsToldAndNeverTheOldestInstead) {
   }
 }
 
+// Whichever of the earlier ones are whole: what was damaged counts as one of them, and goes as they do.
+TEST(Folder, KeepsAsManyWhicheverAreDamaged) {
+  for (const int damaged : {0b0001, 0b1000, 0b0110, 0b1111}) {
+    for (const int64_t keep : {1, 3}) {
+      Scratch scratch;
+      Writer writer(scratch.path("root"));
+      for (int64_t step = 1; step <= 4; ++step) {
+        const std::string path = commit(writer, step);
+        if ((damaged >> (step - 1) & 1) != 0) std::filesystem::remove(path + "/" + kManifest);
+      }
+      const std::string newest = commit(writer, 5, keep);
+      const auto left = checkpoints_in(scratch.path("root"));
+      ASSERT_EQ(left.size(), static_cast<size_t>(keep)) << damaged;
+      for (size_t i = 0; i < left.size(); ++i) EXPECT_EQ(left[left.size() - 1 - i].step, 5 - static_cast<int64_t>(i));
+      EXPECT_EQ(newest_of(scratch.path("root")), newest);
+    }
+  }
+}
+
 TEST(Folder, IsNoCheckpointAndLiesInNone) {
   Scratch scratch;
   std::string path;

@@ -2,10 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 
+#include "engine/slots.h"
 #include "plumb/error.h"
 #include "save/folder.h"
 #include "save/json.h"
@@ -98,6 +100,50 @@ TEST(TensorFile, ReadsWhatHeaderOfWrites) {
   file.read(*file.find("b"), 0, two, 2);
   EXPECT_EQ(two[0], 24);
   EXPECT_EQ(file.header_checksum(), xxh3(bytes.data(), head));
+}
+
+// Others sort their headers otherwise than their data, and empty tensors lie wherever some other one begins or ends.
+TEST(TensorFile, IsTheSameInWhateverOrderItsHeaderNamesTheTensors) {
+  Scratch scratch;
+  struct One {
+    std::string name, shape;
+    int begin, end;
+  };
+  std::vector<One> all = {
+      {"a", "[0]", 0, 0}, {"b", "[2]", 0, 2}, {"c", "[3,0]", 2, 2}, {"d", "[1,3]", 2, 5}, {"e", "[0,4]", 5, 5}};
+  const auto by_name = [](const One& x, const One& y) { return x.name < y.name; };
+  do {
+    std::string json = "{";
+    for (const One& one : all) {
+      json += (json == "{" ? "\"" : ", \"") + one.name + R"(": {"dtype": "U8", "shape": )" + one.shape +
+              R"(, "data_offsets": [)" + std::to_string(one.begin) + ", " + std::to_string(one.end) + "]}";
+    }
+    scratch.write("x.safetensors", header(json + "}") + "01234");
+    const TensorFile file(scratch.path("x.safetensors"));
+    ASSERT_EQ(file.tensors().size(), all.size()) << json;
+    for (const One& one : all) {
+      const TensorInFile* found = file.find(one.name);
+      ASSERT_NE(found, nullptr);
+      std::string bytes(static_cast<size_t>(one.end - one.begin), '?');
+      file.read(*found, 0, bytes.data(), bytes.size());
+      EXPECT_EQ(bytes, std::string("01234").substr(static_cast<size_t>(one.begin), bytes.size())) << json;
+    }
+  } while (std::next_permutation(all.begin(), all.end(), by_name));
+}
+
+// Every dtype that a program can save has a name, and as many bytes by this name as it has in memory.
+TEST(TensorFile, HasEveryDtypeInItsOwnBytes) {
+  for (const auto dtype :
+       {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte,
+        at::kBool, at::kUInt16, at::kUInt32, at::kUInt64, at::kComplexFloat, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    const std::string name = dtype_name(dtype, "a tensor");
+    EXPECT_EQ(element_bytes(name), c10::elementSize(dtype)) << name;
+    EXPECT_EQ(dtype_of(name), dtype) << name;
+    std::vector<TensorInFile> tensors = {{"x", name, {3}}};
+    header_of(tensors, {});
+    EXPECT_EQ(tensors[0].end, 3 * c10::elementSize(dtype)) << name;
+  }
+  EXPECT_EQ(element_bytes("F99"), 0u);
 }
 
 TEST(TensorFile, HasNoTensorThatIsCalledAsItsMetadataIs) {

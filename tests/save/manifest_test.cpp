@@ -133,8 +133,12 @@ TEST(ManifestProperty, OfEachRankJoinedIsTheWholeOne) {
     }
     std::mt19937_64 random(seed);
     std::shuffle(ranks.begin(), ranks.end(), random);
-    Manifest whole = ranks[0];
-    for (size_t i = 1; i < ranks.size(); ++i) whole.join(ranks[i]);
+    while (ranks.size() > 1) {  // of one rank each, or of several that were joined before
+      const auto at = static_cast<std::ptrdiff_t>(random() % (ranks.size() - 1));
+      ranks[static_cast<size_t>(at)].join(ranks[static_cast<size_t>(at) + 1]);
+      ranks.erase(ranks.begin() + at + 1);
+    }
+    const Manifest& whole = ranks[0];
     const bool has_empty = std::ranges::any_of(manifest.tensors, [](const SavedTensor& tensor) {
       return std::ranges::any_of(tensor.parts, [](const Part& part) { return part.begin == part.end; });
     });

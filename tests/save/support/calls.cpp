@@ -32,7 +32,10 @@ State& state() {
   return *instance;
 }
 
-std::string parent(const std::string& path) { return path.substr(0, path.rfind('/')); }
+std::string parent(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash);
+}
 
 // Whether this call is to fail.
 bool strike(State& s, const std::string& path) {
@@ -46,7 +49,9 @@ bool strike(State& s, const std::string& path) {
 }
 
 bool ours(const State& s, const char* path) {
-  return !s.root.empty() && path != nullptr && std::string(path).starts_with(s.root);
+  if (s.root.empty() || path == nullptr) return false;
+  const std::string name = path;
+  return name.starts_with(s.root) || (name == "." && s.root[0] != '/');  // where a relative root lies
 }
 
 }  // namespace
