@@ -2,6 +2,7 @@
 #include "backend/local.h"
 
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "backend/arguments.h"
@@ -35,8 +36,8 @@ class LocalWork final : public c10d::Work {
       if (done && exception_) std::rethrow_exception(exception_);
     }
     if (!done) {
-      throw Error(rank_, "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) +
-                             " for " + (peer_ < 0 ? hub_->missing(number_) : "rank " + std::to_string(peer_)));
+      throw Error(hub_->name(rank_), "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) +
+                             " for " + (peer_ < 0 ? hub_->missing(number_) : "rank " + std::to_string(hub_->name(peer_))));
     }
     return true;
   }
@@ -96,10 +97,12 @@ bool reduces(c10d::OpType op) {
          op == c10d::OpType::REDUCE_SCATTER;
 }
 
-std::string describe(const LocalCall& call) {
+std::string describe(const LocalCall& call, const LocalHub& hub) {
   std::string text = name_of(call.op);
   if (reduces(call.op)) text += std::string("(") + name_of(call.reduction) + ")";
-  if (call.op == c10d::OpType::BROADCAST) text += " from rank " + std::to_string(call.root);
+  if (call.op == c10d::OpType::BROADCAST) {
+    text += " from rank " + std::to_string(hub.name(static_cast<int>(call.root)));
+  }
   if (call.inputs.empty()) return text;
   return text + " of " + std::to_string(elements(call.inputs)) + " " + c10::toString(call.inputs[0].scalar_type());
 }
@@ -180,6 +183,16 @@ void all_to_all(const std::vector<LocalCall>& calls) {
 
 }  // namespace
 
+namespace {
+
+std::vector<int> everybody(int size) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace
+
 // One collective, until its last rank arrives.
 struct LocalHub::Slot {
   std::vector<LocalCall> calls;                      // by rank
@@ -197,8 +210,9 @@ struct LocalHub::Mailbox {
   std::deque<Waiting> waiting;
 };
 
-LocalHub::LocalHub(int size, std::chrono::milliseconds timeout)
-    : size_(size), timeout_(timeout), next_(size), gone_(size) {}
+LocalHub::LocalHub(int size, std::chrono::milliseconds timeout, std::vector<int> names)
+    : size_(size), timeout_(timeout), names_(names.empty() ? everybody(size) : std::move(names)), next_(size),
+      gone_(size) {}
 LocalHub::~LocalHub() = default;
 
 void LocalHub::run(Slot& slot) {
@@ -236,8 +250,8 @@ std::string LocalHub::mismatch(const Slot& slot, int rank) const {
     if (r == rank || !slot.works[r] || agree(slot.calls[r], slot.calls[rank])) continue;
     const int low = std::min(r, rank);
     const int high = std::max(r, rank);
-    return "rank " + std::to_string(low) + " called " + describe(slot.calls[low]) + " where rank " +
-           std::to_string(high) + " called " + describe(slot.calls[high]) +
+    return "rank " + std::to_string(name(low)) + " called " + describe(slot.calls[low], *this) + " where rank " +
+           std::to_string(name(high)) + " called " + describe(slot.calls[high], *this) +
            "; every rank must call the same collectives in the same order";
   }
   return {};
@@ -247,7 +261,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::arrive(int rank, LocalCall call) {
   std::unique_lock lock(mutex_);
   auto work = c10::make_intrusive<LocalWork>(shared_from_this(), rank, call.op);
   if (failure_) {
-    work->end(failure_(rank));
+    work->end(failure_(name(rank)));
     return work;
   }
   const int64_t number = next_[rank]++;
@@ -266,7 +280,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::arrive(int rank, LocalCall call) {
   }
   for (int r = 0; r < size_; ++r) {
     if (!gone_[r] || next_[r] > number) continue;
-    const std::string text = describe(slot.calls[rank]) + " can never complete: rank " + std::to_string(r) +
+    const std::string text = describe(slot.calls[rank], *this) + " can never complete: rank " + std::to_string(name(r)) +
                              " has ended its part; every rank must call the same collectives";
     die(std::move(lock), [text](int me) { return std::make_exception_ptr(Error(me, text)); });
     return work;
@@ -305,7 +319,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::send(int rank, int to, int tag, const a
   auto work = c10::make_intrusive<LocalWork>(shared_from_this(), rank, c10d::OpType::SEND);
   std::unique_lock lock(mutex_);
   if (failure_) {
-    work->end(failure_(rank));
+    work->end(failure_(name(rank)));
     return work;
   }
   const auto box = mail_.try_emplace({rank, to, tag}).first;
@@ -318,7 +332,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::send(int rank, int to, int tag, const a
   box->second.waiting.pop_front();
   if (box->second.waiting.empty()) mail_.erase(box);
   lock.unlock();
-  first.work->end(hand_over(message, first.memory, to, rank));
+  first.work->end(hand_over(message, first.memory, name(to), name(rank)));
   return work;
 }
 
@@ -327,14 +341,14 @@ c10::intrusive_ptr<c10d::Work> LocalHub::receive(int rank, int from, int tag, co
   work->set_peer(from);
   std::unique_lock lock(mutex_);
   if (failure_) {
-    work->end(failure_(rank));
+    work->end(failure_(name(rank)));
     return work;
   }
   const auto box = mail_.try_emplace({from, rank, tag}).first;
   if (box->second.messages.empty()) {
     box->second.waiting.push_back({memory, work});
     if (gone_[from]) {
-      die(std::move(lock), [text = never_comes(from)](int me) { return std::make_exception_ptr(Error(me, text)); });
+      die(std::move(lock), [text = never_comes(name(from))](int me) { return std::make_exception_ptr(Error(me, text)); });
     }
     return work;
   }
@@ -342,7 +356,7 @@ c10::intrusive_ptr<c10d::Work> LocalHub::receive(int rank, int from, int tag, co
   box->second.messages.pop_front();
   if (box->second.messages.empty()) mail_.erase(box);
   lock.unlock();
-  work->end(hand_over(message, memory, rank, from));
+  work->end(hand_over(message, memory, name(rank), name(from)));
   return work;
 }
 
@@ -354,17 +368,17 @@ void LocalHub::die(std::unique_lock<std::mutex> lock, const Failure& failure) {
   const std::map<Address, Mailbox> mail = std::exchange(mail_, {});
   lock.unlock();
   for (const auto& [address, box] : mail) {
-    for (const auto& waiting : box.waiting) waiting.work->end(failure(std::get<1>(address)));
+    for (const auto& waiting : box.waiting) waiting.work->end(failure(name(std::get<1>(address))));
   }
   for (auto& slot : slots) {
     for (int r = 0; r < size_; ++r) {
-      if (slot.works[r]) slot.works[r]->end(failure(r));
+      if (slot.works[r]) slot.works[r]->end(failure(name(r)));
     }
   }
 }
 
 void LocalHub::fail(int origin, const std::string& message) {
-  const std::string text = "rank " + std::to_string(origin) + " failed: " + without_prefix(message);
+  const std::string text = "rank " + std::to_string(name(origin)) + " failed: " + without_prefix(message);
   die(std::unique_lock(mutex_), [text](int rank) { return std::make_exception_ptr(Consequence(rank, text)); });
 }
 
@@ -373,14 +387,14 @@ void LocalHub::leave(int rank) {
   gone_[rank] = true;
   for (const auto& [address, box] : mail_) {
     if (std::get<0>(address) != rank || box.waiting.empty()) continue;
-    die(std::move(lock), [text = never_comes(rank)](int me) { return std::make_exception_ptr(Error(me, text)); });
+    die(std::move(lock), [text = never_comes(name(rank))](int me) { return std::make_exception_ptr(Error(me, text)); });
     return;
   }
   if (first_ + static_cast<int64_t>(slots_.size()) <= next_[rank]) return;
   const Slot& slot = slots_[std::max<int64_t>(next_[rank] - first_, 0)];
   for (int r = 0; r < size_; ++r) {
     if (!slot.works[r]) continue;
-    const std::string text = describe(slot.calls[r]) + " can never complete: rank " + std::to_string(rank) +
+    const std::string text = describe(slot.calls[r], *this) + " can never complete: rank " + std::to_string(name(rank)) +
                              " has ended its part; every rank must call the same collectives";
     die(std::move(lock), [text](int me) { return std::make_exception_ptr(Error(me, text)); });
     return;
@@ -392,7 +406,7 @@ std::string LocalHub::missing(int64_t number) {
   std::string text;
   for (int r = 0; r < size_; ++r) {
     if (next_[r] > number) continue;
-    text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(name(r));
   }
   return text.empty() ? "nobody" : text + ", which did not come";
 }

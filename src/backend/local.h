@@ -34,7 +34,8 @@ struct LocalCall {
 // Where the ranks of one group meet. Shared by their LocalBackends.
 class LocalHub : public std::enable_shared_from_this<LocalHub> {
  public:
-  LocalHub(int size, std::chrono::milliseconds timeout);
+  // `names`: of its ranks in errors, where it is of some ranks of a world; by default their numbers here.
+  LocalHub(int size, std::chrono::milliseconds timeout, std::vector<int> names = {});
   ~LocalHub();
 
   c10::intrusive_ptr<c10d::Work> arrive(int rank, LocalCall call);
@@ -52,13 +53,14 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
   std::string missing(int64_t number);
 
   int size() const { return size_; }
+  int name(int rank) const { return names_[static_cast<size_t>(rank)]; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
   struct Slot;
   struct Mailbox;
   using Address = std::tuple<int, int, int>;  // from, to, tag
-  using Failure = std::function<std::exception_ptr(int rank)>;
+  using Failure = std::function<std::exception_ptr(int name)>;
 
   static void run(Slot& slot);
   std::string mismatch(const Slot& slot, int rank) const;
@@ -66,6 +68,7 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
 
   const int size_;
   const std::chrono::milliseconds timeout_;
+  const std::vector<int> names_;
   std::mutex mutex_;
   std::map<Address, Mailbox> mail_;  // that somebody waits for, or that waits for somebody
   std::deque<Slot> slots_;           // begun and not complete, oldest first

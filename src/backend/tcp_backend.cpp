@@ -102,6 +102,10 @@ c10::intrusive_ptr<Work> TcpBackend::alltoall_base(at::Tensor& output, at::Tenso
   };
   const auto from = places(input, check_.in_elements(input, input_splits));
   const auto into = places(output, check_.in_elements(output, output_splits));
+  if (const size_t sent = from[rank_].bytes, expected = into[rank_].bytes; sent != expected) {
+    throw Error(rank_, "all_to_all: this rank sends " + std::to_string(sent / input.element_size()) +
+                           " elements to itself, and expects " + std::to_string(expected / input.element_size()));
+  }
   const auto entered = calls_->lock();
   const auto [call, label] = calls_->begin(Verb::all_to_all);
   exchange(*call, label, [&](int r) { return from[r]; }, [&](int r) { return into[r]; });

@@ -27,7 +27,7 @@ class Hubs {
     std::lock_guard lock(mutex_);
     auto& [hub, of] = hubs_[name];
     if (!hub) {
-      hub = std::make_shared<LocalHub>(static_cast<int>(members.size()), timeout_);
+      hub = std::make_shared<LocalHub>(static_cast<int>(members.size()), timeout_, members);
       of = members;
       for (const auto& [rank, deed] : deeds_) apply(*hub, of, rank, deed);  // a rank that left before has left it too
     }

@@ -14,6 +14,7 @@ namespace plumb {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string thrown_by(const std::function<void()>& body) {
   try {
@@ -81,6 +82,33 @@ TEST(RunLocal, ThrowsTheErrorThatBeganIt) {
     FAIL();
   } catch (int seven) {
     EXPECT_EQ(seven, 7);
+  }
+}
+
+// Whoever waits along an axis knows the others by their numbers in the world, as everybody else does.
+TEST(RunLocal, NamesTheRanksOfAnAxisAsTheWorldDoes) {
+  for (const bool throws : {true, false}) {
+    for (const int gone : {0, 1, 2, 3}) {
+      for (const bool shard : {true, false}) {
+        const int other = shard ? gone ^ 1 : gone ^ 2;
+        std::string heard;
+        thrown_by([&] {
+          run_local(4, [&](World world) {
+            Groups groups = new_groups(world, {2, 2});
+            if (world.rank() == gone && throws) throw std::runtime_error("had enough");
+            if (world.rank() != other) return;
+            at::Tensor mine = at::ones({3});
+            heard = thrown_by([&] { (shard ? groups.shard : groups.replicate).all_reduce(mine).wait({}); });
+          });
+        });
+        EXPECT_THAT(heard, HasSubstr("rank " + std::to_string(other) + ": "));
+        EXPECT_THAT(heard, HasSubstr("rank " + std::to_string(gone)));
+        for (int r = 0; r < 4; ++r) {
+          if (r == gone || r == other) continue;
+          EXPECT_THAT(heard, Not(HasSubstr("rank " + std::to_string(r)))) << gone << " and " << other;
+        }
+      }
+    }
   }
 }
 
