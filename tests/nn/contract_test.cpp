@@ -256,12 +256,15 @@ TEST(Delayed, WithoutAnOwnerObeysTheLeafsRuleAndAddsUp) {
     Subject subject({.kind = kind, .experts = nn::Experts::separate, .delayed = true, .dtype = at::kBFloat16});
     for (const at::Tensor& weight : subject.weights) weight.set_grad_dtype(at::kFloat);
     const auto wanted = subject.reference(subject.x, subject.dy);
+    std::vector<at::Tensor> kept;  // as whoever looks at .grad once may keep it
     for (int micro = 1; micro <= 2; ++micro) {
       subject.forward(subject.x).backward(subject.dy);
       subject.backward_dw();
       for (size_t i = 0; i < wanted.size(); ++i) {
         EXPECT_EQ(subject.weights[i].grad().scalar_type(), at::kFloat);
         expect_close(subject.weights[i].grad(), wanted[i] * micro, 2e-2);
+        if (micro == 1) kept.push_back(subject.weights[i].grad());
+        EXPECT_TRUE(kept[i].is_alias_of(subject.weights[i].grad())) << "autograd adds to what is there, too";
       }
     }
   }

@@ -65,6 +65,13 @@ TEST(Watch, WhereEverybodyCameNamesTheSilentOrTheNetwork) {
   hangs.of(2).last = {Point::reduce, 5, 2, 3};
   EXPECT_THAT(hangs.waiting(), AllOf(HasSubstr("rank 2 came, and was last heard of 36"),
                                      HasSubstr("it is stopped or hangs, last seen reducing bucket 3")));
+  hangs.of(3).state = Report::State::waiting;  // as this one does: that is no reason to blame the network
+  hangs.of(3).where = kBackward;
+  Scene both;
+  both.beats = true;
+  both.heard = hangs.heard;
+  EXPECT_THAT(both.waiting(), AllOf(HasSubstr("rank 2 came, and was last heard of 36"),
+                                    HasSubstr("; rank 3 waits in backward 2 of step 5"), Not(HasSubstr("network"))));
 }
 
 TEST(Watch, FollowsARankThatFailed) {
