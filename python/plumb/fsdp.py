@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ._C import Error
 from .fsdp_module import _UNIT, FSDPModule, Misuse, unit_of
 from .fsdp_optim import watch_optimizers
+from .fsdp_parallel import Parallel, part_of
 from .fsdp_unit import Unit
 from .sharded import Cut, Place, Sharded, ShardedParameter, sharded_of
 from .world import check_processes
@@ -174,7 +175,8 @@ def _cut(mesh: DeviceMesh) -> Cut:
     if mesh.get_coordinate() is None:
         raise Error(f"this process, rank {dist.get_rank()}, is none of the ranks of the mesh {mesh}")
     placements: tuple[Placement, ...] = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    return Cut(mesh, placements, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+    return Cut(mesh, placements, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), replicas=replicas)
 
 
 def _check_reshard(value: bool | int | None, shards: int) -> None:
@@ -228,10 +230,10 @@ def _shard(
     policy: MixedPrecisionPolicy,
     placement: Callable[[nn.Parameter], Any] | None,
 ) -> Sharded:
-    if isinstance(parameter, DTensor):
-        raise Error(f"parameter '{name}' is a DTensor already; plumb.fully_shard does not compose with tensor parallelism yet")
-    if type(parameter.data) is not torch.Tensor:
-        raise Error(f"parameter '{name}' is a {type(parameter.data).__name__}; plumb.fully_shard takes plain tensors")
+    parallel = Parallel(parameter, name) if isinstance(parameter, DTensor) else None
+    mine = part_of(parameter.data)
+    if type(mine) is not torch.Tensor:
+        raise Error(f"parameter '{name}' is a {type(mine).__name__}; plumb.fully_shard takes plain tensors, and DTensors of them")
     if parameter.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
@@ -242,15 +244,16 @@ def _shard(
             f" {parameter.stride()}; make it contiguous"
         )
     asked = placement(parameter) if placement is not None else None
-    _check_memory(parameter, name)
-    return Sharded(parameter, cut.along(_dim(asked, parameter, name, cut.shards)), device, policy.param_dtype)
+    _check_memory(mine, name)
+    cut = cut.along(_dim(asked, mine, name, cut.shards))
+    return Sharded(parameter, cut if parallel is None else cut.around(parallel, name), device, policy.param_dtype, parallel)
 
 
 # What was cut, by its storage while that lives: name, first and last byte.
 _memory: dict[int, tuple[StorageWeakRef, list[tuple[str, int, int]]]] = {}
 
 
-def _check_memory(parameter: nn.Parameter, name: str) -> None:
+def _check_memory(parameter: torch.Tensor, name: str) -> None:
     """Two parameters over one memory are one weight of a plain program, and would be two from here on."""
     if parameter.is_meta or parameter.numel() == 0:
         return
@@ -269,7 +272,7 @@ def _check_memory(parameter: nn.Parameter, name: str) -> None:
     others.append((name, begin, end))
 
 
-def _dim(asked: Any, parameter: nn.Parameter, name: str, shards: int) -> int:
+def _dim(asked: Any, parameter: torch.Tensor, name: str, shards: int) -> int:
     """The dimension that ``shard_placement_fn`` asks for."""
     if asked is None:
         return 0

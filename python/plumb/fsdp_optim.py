@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compiled, fsdp_rows, fsdp_whole, optim, optim_hooks
+from .fsdp_parallel import part_of
 from .fsdp_unit import Engine
 from .optim_settings import refuse_sparse
 from .sharded import Sharded, sharded_of
@@ -67,7 +68,7 @@ def _exchange(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], 
     def cut(value: Any) -> Any:
         if not torch.is_tensor(value) or value.dim() == 0 or value.shape != one.shape:
             return value
-        return one.cut.distributed(one.cut.rows(value).clone(), value, value.dtype)
+        return one.cut.distributed(one.cut.rows(part_of(value)).clone(), value, value.dtype)
 
     optimizer.state[one.sharded] = {key: cut(value) for key, value in state.items()}
 

@@ -298,9 +298,9 @@ class Engine:
             )
         for one in self.parameters:
             name = names.get(id(one.sharded), f"parameter {len(named)}, which the model no longer has")
-            if one.dtype != one.compute and one.cut.mesh.ndim == 2:
+            if one.dtype != one.compute and one.cut.replicas is not None:
                 # Rows in another dtype than the engine's: replicas begin alike there, too.
-                dist.broadcast(one.local, group=one.cut.mesh.get_group(0), group_src=0)
+                dist.broadcast(one.local, group=one.cut.replicas, group_src=0)
             one.prepare()
             assert one.leaf is not None
             policy = next(unit.policy for unit in self.units if one in unit.parameters)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._C import Error
+from .fsdp_parallel import Parallel, part_of
 
 _BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put a gradient
 
@@ -126,14 +127,22 @@ class Cut:
     The engine cuts memory, so what is cut along ``dim`` lies with that dimension outermost there.
     """
 
-    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int, shards: int, dim: int = 0) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int, shards: int, dim: int = 0, replicas: Any = None
+    ) -> None:
         self.mesh, self.placements, self.rank, self.shards, self.dim = mesh, placements, rank, shards, dim
+        self.replicas = replicas  # the process group of ranks that have the same rows, if there are any
+
+    def around(self, parallel: Parallel, name: str) -> "Cut":
+        """The same rows of what this rank has of a parameter that ``parallel`` says how it lies."""
+        return Cut(*parallel.around(self.mesh, self.placements, name), self.rank, self.shards, self.dim, self.replicas)
 
     def along(self, dim: int) -> "Cut":
         if dim == self.dim:
             return self
         # Where one rank has all rows, there is nothing to cut, and they stay as they are.
-        return Cut(self.mesh, (*self.placements[:-1], Shard(dim)), self.rank, self.shards, dim if self.shards > 1 else 0)
+        placements = (*self.placements[:-1], Shard(dim))
+        return Cut(self.mesh, placements, self.rank, self.shards, dim if self.shards > 1 else 0, self.replicas)
 
     def rows(self, whole: torch.Tensor) -> torch.Tensor:
         length = whole.size(self.dim)
@@ -167,10 +176,19 @@ class Sharded:
 
     unit: Any  # the first that has it
 
-    def __init__(self, parameter: nn.Parameter, cut: Cut, device: torch.device, compute: torch.dtype | None) -> None:
-        self.cut = cut
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        cut: Cut,
+        device: torch.device,
+        compute: torch.dtype | None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.cut, self.parallel = cut, parallel
         self.places: list[Place] = []
-        self.shape, self.stride, self.dtype = parameter.shape, cut.outermost(parameter.shape), parameter.dtype
+        mine = part_of(parameter)
+        self.shape, self.dtype = parameter.shape, parameter.dtype  # as the user sees it
+        self.whole, self.stride = mine.shape, cut.outermost(mine.shape)  # as forwards use it
         self._compute = compute if parameter.is_floating_point() else None
         self.uses = 0  # forwards under way
         self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
@@ -183,11 +201,12 @@ class Sharded:
         self._hook: Any = None
         self.hooks: OrderedDict[int, Any] = OrderedDict()  # the user's own, over gradients of the leaf
         with torch.no_grad():
-            local = cut.rows(parameter.detach().to(device if not parameter.is_meta else "meta")).clone()
+            local = cut.rows(mine.detach().to(device if not parameter.is_meta else "meta")).clone()
             shown = nn.Parameter(cut.distributed(local, parameter, self.dtype), parameter.requires_grad)
         parameter._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]  # for whoever it is tied to
-        self.leaf = parameter if not parameter.is_meta else None
+        self.leaf = None if parameter.is_meta else parameter if parallel is None else nn.Parameter(mine.detach(), parameter.requires_grad)
         if self.leaf is not None:
+            self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
             self._hollow(device)
         self.adopt(shown)
 
@@ -258,7 +277,7 @@ class Sharded:
     def _hollow(self, device: torch.device) -> None:
         assert self.leaf is not None
         if self.leaf.device != device or self.leaf.dtype != self.compute or self.leaf.stride() != self.stride:
-            self.leaf.data = torch.empty_strided(self.shape, self.stride, dtype=self.compute, device=device)
+            self.leaf.data = torch.empty_strided(self.whole, self.stride, dtype=self.compute, device=device)
         if self.cut.shards > 1:
             _C.keep_rows(self.leaf, torch.empty(0, dtype=self.compute, device=device), self.cut.rank)
 
@@ -267,7 +286,7 @@ class Sharded:
         device = self.local.device
         with torch.no_grad():
             if self.leaf is None or self.leaf.device.type != device.type:
-                hollow = torch.empty_strided(self.shape, self.stride, dtype=self.compute, device=device)
+                hollow = torch.empty_strided(self.whole, self.stride, dtype=self.compute, device=device)
                 self.leaf = nn.Parameter(hollow, self.sharded.requires_grad)
                 self.leaf._plumb_sharded = weakref.ref(self)  # type: ignore[attr-defined]
             if self.leaf.dtype != self.compute or self.leaf.device != device:
@@ -347,8 +366,9 @@ class Sharded:
         self.uses += 1
         if self.uses == 1:
             assert self.leaf is not None
+            whole = self.leaf if self.parallel is None else self.parallel.show(self.leaf)
             for place in self.places:
-                place.put(self.leaf)
+                place.put(whole)
 
     def leave(self) -> None:
         self.uses -= 1
@@ -442,7 +462,7 @@ class Sharded:
                 return
             # There is no piece to write: this rank contributes its rows such that the mean gives them back.
             dtype = self.leaf.grad_dtype or self.leaf.dtype
-            whole = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=local.device).zero_()
+            whole = torch.empty_strided(self.whole, self.stride, dtype=dtype, device=local.device).zero_()
             self.cut.rows(whole).copy_(local).mul_(self.cut.shards)
             self.leaf.grad = whole
         self._piece, self._shown, self._assigned = self.leaf.grad, None, value if self.cut.shards > 1 else None

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import parallel
 import plumb
 from sharding import Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both, transformer
 
@@ -318,6 +319,10 @@ def more_ranks_than_rows() -> None:
     reference = copy.deepcopy(model)
     plumb.fully_shard(model)
     train_both(model, reference)
+
+
+for one in parallel.ALL:
+    on_four(one)
 
 
 @on_four

@@ -301,7 +301,7 @@ def entry(name: str, state: State, note: str, check: Callable[[], None]) -> Entr
 
 
 ARGUMENTS = (
-    entry("argument module", WORKS, "a module or a list; parameters are DTensors of this rank's rows", module),
+    entry("argument module", WORKS, "a module or a list; parameters are DTensors of this rank's rows; those of tensor parallelism over both meshes", module),
     entry("argument mesh", WORKS, "one dimension or two; parts of the world; ranks ascend along each dimension", mesh),
     entry("argument reshard_after_forward", WORKS, "a number is taken as True", reshard_after_forward),
     entry("argument shard_placement_fn", WORKS, "any dimension, evenly where it is not the first; another mesh raises", shard_placement_fn),
