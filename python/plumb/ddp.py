@@ -170,6 +170,7 @@ class DistributedDataParallel(_Torchs):
         steps = Steps(engine, [parameter for _, parameter in named])
         for wrapper in (self, *before):
             wrapper.__dict__.update(_engine=engine, _steps=steps)
+            wrapper._follow_sync()
         for hook, state in self.__dict__.get("_comm_hooks", []):
             engine._engine.use_hook(state, _checked(hook))
         _wrappers.add(self)
@@ -224,10 +225,33 @@ class DistributedDataParallel(_Torchs):
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
-            with self.engine.no_sync():
-                yield
+            yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False: as inside ``no_sync()``. Programs that accumulate set it by hand, too."""
+        return bool(self.__dict__.get("_reduces", True))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.__dict__["_reduces"] = bool(value)
+        self._follow_sync()
+
+    def _follow_sync(self) -> None:
+        engine: Engine | None = self.__dict__.get("_engine")
+        holds = None if self.require_backward_grad_sync or engine is None or engine.closed else engine
+        held, scope = self.__dict__.get("_held") or (None, None)
+        if held is holds:
+            return
+        if scope is not None:
+            scope.__exit__(None, None, None)
+        self.__dict__["_held"] = None
+        if holds is not None:
+            scope = holds.no_sync()
+            scope.__enter__()
+            self.__dict__["_held"] = holds, scope
 
     # ---- communication hooks, and joins
 
@@ -311,7 +335,8 @@ class DistributedDataParallel(_Torchs):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        state["_engine"] = state["_steps"] = None
+        state["_engine"] = state["_steps"] = state["_held"] = None
+        state["_reduces"] = True
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ REBOUND: dict[str, tuple[str, ...]] = {
     "plumb.ddp.DistributedDataParallel": (
         "torch.nn.parallel.DistributedDataParallel",
         "torch.nn.parallel.distributed.DistributedDataParallel",
+        "torch.distributed._composable.replicate.DistributedDataParallel",  # which took it when it was imported
     ),
     "plumb.fsdp.fully_shard": (
         "torch.distributed.fsdp.fully_shard",

@@ -69,9 +69,14 @@ at::Tensor assemble(Engine& engine, const at::Tensor& parameter, const at::Tenso
   return whole.as_strided(parameter.sizes(), parameter.strides());
 }
 
-// Ends a scope whose end may throw. It learns from C++ that it ends by an exception.
+// Ends a scope whose end may throw. It learns from C++ that it ends by an exception. Where its engine was closed inside
+// of it, nothing is left to end.
 template <class Scope>
-void end_scope(std::unique_ptr<Scope>& scope, bool failed) {
+void end_scope(const py::object& engine, std::unique_ptr<Scope>& scope, bool failed) {
+  if (py::cast<EngineObject&>(engine).ended()) {
+    (void)scope.release();
+    return;
+  }
   py::gil_scoped_release released;
   if (!failed) {
     delete scope.release();
@@ -94,10 +99,8 @@ class NoSyncObject {
     py::gil_scoped_release released;
     scope_ = std::make_unique<NoSync>(engine);
   }
-  void exit() {
-    py::gil_scoped_release released;
-    scope_.reset();
-  }
+  void exit() { end_scope(engine_, scope_, false); }
+  ~NoSyncObject() { exit(); }  // one that nobody left: an exit from the process
 
  private:
   py::object engine_;
@@ -113,7 +116,7 @@ class PassObject {
     py::gil_scoped_release released;
     scope_ = std::make_unique<Pass>(engine);
   }
-  void exit(const py::object& failure) { end_scope(scope_, !failure.is_none()); }
+  void exit(const py::object& failure) { end_scope(engine_, scope_, !failure.is_none()); }
 
  private:
   py::object engine_;
@@ -130,7 +133,7 @@ class GatheredObject {
     py::gil_scoped_release released;
     scope_ = std::make_unique<Gathered>(engine, parameters_, access_);
   }
-  void exit(const py::object& failure) { end_scope(scope_, !failure.is_none()); }
+  void exit(const py::object& failure) { end_scope(engine_, scope_, !failure.is_none()); }
 
  private:
   py::object engine_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pathlib
 import subprocess
@@ -216,6 +217,85 @@ def test_steps_that_every_rank_takes_are_none_of_our_business() -> None:
 
 
 # ---- backwards inside no_sync alone, and wrappers of one module
+
+
+def switched_by_hand() -> list[float]:
+    rank = dist.get_rank()
+    wrapper = plumb.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    seen = []
+
+    def looks(factor: float) -> None:
+        wrapper(torch.full((1, 1), factor * (1.0 + rank))).sum().backward()
+        assert wrapper.module.weight.grad is not None
+        seen.append(wrapper.module.weight.grad.item())
+
+    for i in range(3):
+        wrapper.require_backward_grad_sync = i == 2
+        looks(1.0)
+    with wrapper.no_sync():
+        looks(10.0)
+        wrapper.require_backward_grad_sync = True
+        looks(0.0)
+        wrapper.require_backward_grad_sync = False
+        again = plumb.DistributedDataParallel(wrapper.module)
+        assert again.require_backward_grad_sync and not wrapper.require_backward_grad_sync
+        looks(100.0)
+    assert copy.deepcopy(again).require_backward_grad_sync
+    looks(0.0)
+    wrapper.require_backward_grad_sync = False
+    return seen
+
+
+def replicated() -> list[float]:
+    """torch's composable replicate, which has a wrapper inside, as ``python -m plumb`` rebinds it."""
+    from torch.distributed._composable.replicate import replicate
+
+    from plumb.rebind import rebind
+
+    rebind()
+    rank = dist.get_rank()
+    model = torch.nn.Linear(1, 1, bias=False)
+    replicate(model)
+    seen = []
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        first, second = (model(torch.full((1, 1), factor * (1.0 + rank))).sum() for factor in (1.0, 10.0))
+        first.backward()
+        second.backward()  # torch's reduces nothing here, in silence
+        seen.append(model.weight.grad.item())
+    assert isinstance(replicate.state(model)._ddp, plumb.DistributedDataParallel)
+    return seen
+
+
+def closed_inside_of_its_scopes() -> None:
+    for scope in ("no_sync", "one_pass", "gathered"):
+        model = torch.nn.Linear(2, 2)
+        engine = plumb.Engine(model, plumb.SGD(), strategy="zero3")
+        with engine.gathered(model) if scope == "gathered" else getattr(engine, scope)():
+            engine.close()  # the scope's end was one of the process
+
+
+def both_by_hand() -> tuple[list[float], list[float]]:
+    dist.init_process_group("gloo")
+    closed_inside_of_its_scopes()
+    return switched_by_hand(), replicated()
+
+
+@functools.cache
+def by_hand() -> tuple[tuple[list[float], list[float]], ...]:
+    return tuple(plumb.spawn(both_by_hand, 2))
+
+
+def test_composable_replicate_is_right() -> None:
+    (_, first), (_, second) = by_hand()
+    assert (first, second) == ([11.0, 33.0], [22.0, 33.0])
+
+
+def test_reductions_may_be_switched_by_hand() -> None:
+    # Held: each rank's own sum. Then the mean over ranks, which stays one where it is reduced again.
+    (first, _), (second, _) = by_hand()
+    assert first == [1.0, 2.0, 4.5, 14.5, 19.5, 119.5, 169.5]
+    assert second == [2.0, 4.0, 4.5, 24.5, 19.5, 219.5, 169.5]
 
 
 def only_held() -> list[list[float]]:

@@ -456,7 +456,7 @@ def _methods() -> Iterator[Entry]:
     yield line("__setstate__", WORKS, "a copy builds its engine at its first forward", copies)
     yield Entry("attribute reducer", WORKS, "answers what others ask of it", on_reducer("_rebuild_buckets"))
     yield Entry("attribute logger", WORKS, "", on_logger("_get_ddp_logging_data"))
-    yield Entry("attribute require_backward_grad_sync", WORKS, "False inside `no_sync()`", asked("require_backward_grad_sync"))
+    yield Entry("attribute require_backward_grad_sync", WORKS, "False inside `no_sync()`; set by hand, it is the same", asked("require_backward_grad_sync"))
 
 
 def _parts() -> Iterator[Entry]:
