@@ -274,6 +274,7 @@ def test_arguments_are_taken_as_deepspeed_takes_them(tmp_path: pathlib.Path) -> 
     data = [batch(0, i) for i in range(8)]
     engine, optimizer, loader, schedule = deepspeed.initialize(args=args, model=make(), training_data=data)
     assert isinstance(optimizer, torch.optim.SGD) and engine.get_mom() == [0.9] and schedule is None
+    assert engine.optimizer_name() == "SGD" and engine_of().optimizer_name() == "adamw"  # as DeepSpeed writes its own
     assert len(loader) == 2 and next(iter(loader))[0].shape[0] == 4
     mine = torch.optim.Adam(engine.module.parameters())
     engine.destroy()

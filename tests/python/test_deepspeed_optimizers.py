@@ -11,7 +11,8 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
-from plumb.deepspeed import optimizers, schedules
+from plumb.deepspeed import build, optimizers, schedules
+from plumb.deepspeed.config import Config
 
 Numbers = list[float]
 
@@ -114,12 +115,71 @@ def test_torch_adam_is_torchs_with_its_own_defaults() -> None:
     assert ours.param_groups[0]["weight_decay"] == 0.0
 
 
+class Speaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed_tokens, self.lm_head = nn.Embedding(3, 4), nn.Linear(4, 3)
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+
+
+MUONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # what a config says, and what it means to torch's two
+    ({}, {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}),
+    (
+        {"lr": 0.1, "muon_lr": 0.05, "momentum": 0.8, "weight_decay": 0.1, "betas": [0.5, 0.7], "eps": 1e-3, "ns_method": "gram", "adam_w_mode": False},
+        {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.1}, {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.1},
+    ),
+    ({"lr": "auto", "adam_lr": 0.3, "nesterov": False, "weight_decay": 0.2}, {"lr": 0.02, "nesterov": False, "weight_decay": 0.2}, {"lr": 0.3, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "muon", "adam"), MUONS, ids=["defaults", "all", "rates"])
+def test_muon_steps_matrices_inside_of_the_model_and_adam_the_rest(params: dict[str, Any], muon: dict[str, Any], adam: dict[str, Any]) -> None:
+    model, twin = Speaks(), Speaks()
+    config = Config({"train_batch_size": 1, "optimizer": {"type": "Muon", "params": params}}, 1)
+    matrices = [layer.weight for layer in twin.layers]
+    rest = [p for p in twin.parameters() if all(p is not one for one in matrices)]
+    kind = torch.optim.AdamW if params.get("adam_w_mode", True) else torch.optim.Adam
+    theirs = torch.optim.Muon(matrices, adjust_lr_fn="original", **muon), kind(rest, **adam)
+    optimizer = build.optimizer(model, config, None, None)
+    for i in range(3):
+        for seed, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * i + seed))
+            q.grad = p.grad.clone()
+        for one in (optimizer, *theirs):
+            assert one is not None
+            one.step()
+    assert {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]} == {id(layer.weight) for layer in model.layers}
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_muon_takes_filters_as_matrices_stacks_one_by_one_and_groups_with_what_they_say() -> None:
+    filters, stack, bias = nn.Parameter(torch.zeros(4, 2, 3, 1)), nn.Parameter(torch.zeros(2, 5, 3)), nn.Parameter(torch.ones(2))
+    made = optimizers.build("muon", {"lr": 0.1, "weight_decay": 0.25}, [{"params": [filters, bias], "weight_decay": 0.5}, {"params": [stack]}])
+    assert [(group["use_muon"], group["weight_decay"]) for group in made.param_groups] == [(True, 0.5), (True, 0.25), (False, 0.5)]
+    alone = [nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(5, 3))]
+    twins = torch.optim.Muon(alone, lr=0.1, weight_decay=0.0, adjust_lr_fn="original")
+    filters.grad, stack.grad = torch.randn(filters.shape), torch.randn(stack.shape)
+    alone[0].grad, alone[1].grad, alone[2].grad = filters.grad.flatten(1), stack.grad[0], stack.grad[1]
+    made.step()
+    twins.step()
+    assert torch.equal(bias, torch.ones(2))  # it had no gradient
+    # DeepSpeed scales a filter's step by the shape of its window.
+    torch.testing.assert_close(filters.flatten(1), alone[0] * 3**0.5, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(stack, torch.stack(alone[1:]), rtol=1e-5, atol=1e-7)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="'adjust_lr_fn', which is not known; expected adam_lr,"):
+        optimizers.build("Muon", {"adjust_lr_fn": "original"}, [stack])
+
+
 def test_optimizers_for_the_cpu_take_deepspeeds_arguments_in_their_order() -> None:
     p = [nn.Parameter(torch.zeros(1))]
     adam = deepspeed.ops.adam.DeepSpeedCPUAdam(p, 0.1, True, (0.8, 0.9), 1e-6, 0.25, False, False, True).param_groups[0]
     assert (adam["lr"], adam["betas"], adam["eps"], adam["weight_decay"]) == (0.1, (0.8, 0.9), 1e-6, 0.25)
     assert adam["decoupled_weight_decay"] is False
-    fused = deepspeed.ops.adam.FusedAdam(p, 0.1, True, (0.8, 0.9), 1e-6, False, 0.25).param_groups[0]
+    made = deepspeed.ops.adam.FusedAdam(p, 0.1, True, (0.8, 0.9), 1e-6, False, 0.25)
+    fused = made.param_groups[0]
+    assert made.adam_w_mode == 0 and deepspeed.ops.adam.FusedAdam(p).adam_w_mode == 1
     assert fused["weight_decay"] == 0.25 and fused["decoupled_weight_decay"] is False
     assert deepspeed.ops.adam.DeepSpeedCPUAdam(model_params=p, adamw_mode=True).param_groups[0]["decoupled_weight_decay"] is True
     lion = deepspeed.ops.lion.DeepSpeedCPULion(model_params=p, weight_decay=0.5, fp32_optimizer_states=False).param_groups[0]
@@ -159,7 +219,7 @@ def trained(kind: str, stage: int) -> list[float]:
     return whole.tolist()
 
 
-@pytest.mark.parametrize("kind", ["Lion", "Lamb", *CPU])
+@pytest.mark.parametrize("kind", ["Lion", "Lamb", "Muon", *CPU])
 def test_under_every_stage_they_step_as_in_one_process(kind: str) -> None:
     (expected,) = plumb.spawn(trained, 1, (kind, 0))
     for stage in (0, 1, 2, 3):

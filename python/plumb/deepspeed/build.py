@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._C import LossScale
-from . import optimizers, schedules, zero
+from . import muon, optimizers, schedules, zero
 from .config import Config, ConfigError
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -89,6 +89,8 @@ def optimizer(module: nn.Module, config: Config, given: Any, parameters: Any) ->
         return None
     if not wanted or (parameters is None and not any(p.requires_grad for p in wanted)):
         raise ConfigError("the DeepSpeed config names an optimizer, and the model has no parameter that is trained")
+    if kind.lower() == "muon":
+        muon.choose(module)
     return optimizers.build(kind, config["optimizer.params"] or {}, wanted)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import optim
+from . import muon
 from .config import ConfigError, nearest
 
 
@@ -30,6 +31,7 @@ class FusedAdam(torch.optim.AdamW):
         if not bias_correction:
             raise ConfigError("bias_correction=false of Adam is not supported; leave it out")
         super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)  # type: ignore[arg-type]
+        self.adam_w_mode = int(adam_w_mode)
         if not adam_w_mode:
             for group in self.param_groups:
                 group["decoupled_weight_decay"] = False
@@ -180,17 +182,6 @@ class Lamb(torch.optim.Optimizer):
         p.add_(update, alpha=-size * coefficient)
 
 
-def _muon(params: Any, **how: Any) -> torch.optim.Optimizer:
-    """Muon for matrices. torch's refuses others: give them to an optimizer of their own."""
-    flat = [p for group in params for p in (group["params"] if isinstance(group, dict) else [group])]
-    if any(p.dim() != 2 for p in flat):
-        raise ConfigError(
-            "'optimizer.type' Muon steps matrices, and the model has parameters that are none; pass"
-            " model_parameters=[p for p in model.parameters() if p.dim() == 2], or build an optimizer of your own for both kinds"
-        )
-    return torch.optim.Muon(params, **how)
-
-
 #: By the names of a config, in small letters.
 OPTIMIZERS: dict[str, Any] = {
     "adam": FusedAdam,
@@ -199,9 +190,12 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": torch.optim.Adagrad,
     "lamb": Lamb,
     "lion": Lion,
-    "muon": _muon,
+    "muon": muon.build,
     "sgd": torch.optim.SGD,
 }
+
+#: What DeepSpeed itself writes in small letters.
+NAMES = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
 
 #: Of DeepSpeed's own, and not here: their communication is part of their arithmetic, or they need another package.
 REFUSED = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from . import build
 from .config import ConfigError
 from .methods import ANSWERS, GETTERS
+from .optimizers import NAMES
 from .state import State
 
 
@@ -157,7 +158,9 @@ class Settings(State):
         if self.basic_optimizer is None:
             return None
         given: str | None = self._config["optimizer.type"]
-        return type(self.basic_optimizer).__name__ if self.client_optimizer is not None or given is None else given
+        if self.client_optimizer is not None or given is None:
+            return type(self.basic_optimizer).__name__
+        return given.lower() if given.lower() in NAMES else given  # DeepSpeed's own are in small letters
 
     def zero_optimization(self) -> bool:
         return bool(self._config["zero_optimization.stage"] > 0)
