@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,17 +64,17 @@ class PlumbStrategy(DDPStrategy):
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        if self.engine is not None:  # of a fit before
-            self.engine.close()
         super().setup_optimizers(trainer)
         if self.strategy == "ddp":
             return
         if len(self.optimizers) != 1:
             raise Error(f"strategy '{self.strategy}' takes one optimizer, with groups; configure_optimizers() returned {len(self.optimizers)}")
         self._engine = Engine(self._module, self.optimizers[0], strategy=self.strategy, units=self.units, **self.options)
+        _engines[self._module] = weakref.ref(self._engine)
 
     def setup(self, trainer: Any) -> None:
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
+            _let_go(self._module)
             return super().setup(trainer)
         assert self.accelerator is not None
         self.accelerator.setup(trainer)  # the module is where the fit left it, and the same on every rank
@@ -120,6 +121,22 @@ class PlumbStrategy(DDPStrategy):
         strategy_registry.register("plumb", cls, description="Plumb, as ddp", override=True)
         for row in ("zero1", "zero2", "zero3"):
             strategy_registry.register(f"plumb_{row}", functools.partial(cls, row), description=f"Plumb, {row}", override=True)
+
+
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Engine | None]] = weakref.WeakKeyDictionary()
+
+
+def _let_go(module: torch.nn.Module) -> None:
+    """The engine of a fit before, by this Trainer or another one, leaves the module whole. Collective."""
+    engine = _engines.pop(module, lambda: None)()
+    if engine is None or engine.closed:
+        return
+    engine.zero_grad()
+    with engine.gathered(module):
+        values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    engine.close()
+    for parameter, value in values:
+        parameter.grad, parameter.data = None, value
 
 
 PlumbStrategy.register_strategies(StrategyRegistry)

@@ -109,6 +109,34 @@ def test_a_checkpoint_goes_on_under_any_strategy(tmp_path_factory: pytest.TempPa
     same([alone(fit, "auto", 1, str(tmp_path), 2, False, True)], folder)
 
 
+def fit_again(row: str, devices: int, folder: str) -> tuple[Parameters, float]:
+    """One model through two Trainers, of which one fits twice, and a test by a third."""
+
+    def trainer() -> Any:
+        strategy = plumb.lightning.PlumbStrategy(row, units=[Block]) if row in plumb.strategies() else row
+        return lightning.Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder, use_distributed_sampler=False,
+        )  # fmt: skip
+
+    first, second, model = trainer(), trainer(), Net()
+    sampler = torch.utils.data.DistributedSampler(Data(), devices, first.global_rank, shuffle=False)  # type: ignore[var-annotated]
+    loader = torch.utils.data.DataLoader(Data(), batch_size=8 // devices, sampler=sampler)
+    first.fit(model, loader)
+    first.fit_loop.max_epochs = 2
+    first.fit(model, loader)
+    second.fit(model, loader)
+    tested = trainer().test(model, loader, verbose=False)[0]["loss"]
+    return parameters_of(model), tested
+
+
+def test_a_model_is_fitted_again_by_the_same_trainer_or_another_one(tmp_path: Path) -> None:
+    expected, loss = alone(fit_again, "auto", 1, str(tmp_path))
+    found = by_ranks(fit_again, "zero3", 2, str(tmp_path))
+    agrees([parameters for parameters, _ in found], expected, parameters_of(Net()), 1e-9)
+    assert [tested for _, tested in found] == pytest.approx([loss] * 2, rel=1e-6)
+
+
 class Two(Net):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.layers[0].parameters(), lr=0.1), torch.optim.SGD(self.layers[3].parameters(), lr=0.1)]
