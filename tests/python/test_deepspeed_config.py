@@ -71,8 +71,9 @@ def test_a_config_may_have_comments_or_be_base64(tmp_path: pathlib.Path) -> None
         assert parsed["train_batch_size"] == 4 and parsed["zero_optimization.stage"] == 2
         file.write_text("{train_batch_size: 4\n train_batch_size: 8}")
         refused(str(file), "'train_batch_size' twice")
-    packed = base64.urlsafe_b64encode(b'{"train_batch_size": 6}').decode()
-    assert Config(packed, 2)["train_batch_size"] == 6
+    packed = base64.urlsafe_b64encode(b'{"train_batch_size": 6, "optimizer": {"type": "~~~???"}}').decode()
+    assert "-" in packed and "_" in packed, "as launchers hand it on: in the letters of names of files"
+    assert Config(packed, 2)["train_batch_size"] == 6 and Config(packed, 2)["optimizer.type"] == "~~~???"
     refused(base64.urlsafe_b64encode(b"[1]").decode(), "base64 is a list")
     refused("no-such-file.json", "cannot be read")
 
@@ -83,6 +84,23 @@ def test_the_old_name_of_the_configs_argument() -> None:
     args.deepspeed_config = {"train_batch_size": 4}
     with pytest.raises(AssertionError, match="both"):
         deepspeed.initialize(args=args, model=make())
+
+
+def test_sections_are_read_under_all_their_names_and_in_their_short_form() -> None:
+    def parsed(**more: Any) -> Config:
+        return Config({"train_batch_size": 2, **more}, 2)
+
+    assert [parsed(zero_optimization=given)["zero_optimization.stage"] for given in (True, False, {}, {"stage": 2})] == [1, 0, 0, 2]
+    assert parsed(bfloat16={"enabled": True}).half == parsed(bf16={"enabled": True}).half == torch.bfloat16
+    for section in ("compression_training", "autotuning", "elasticity"):  # on as soon as they say anything, unless they say that they are not
+        refused({"train_batch_size": 2, section: {"shared_parameters": {}}}, f"'{section}' in the DeepSpeed config is not supported")
+        assert parsed(**{section: {}}).half is None and parsed(**{section: {"enabled": False, "shared_parameters": {}}}).half is None
+
+
+def test_f64_stays_what_it_is_beside_half_precision() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).half()])
+    deepspeed.initialize(model=model, config=config_of(bf16={"enabled": True}))
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float64] * 2 + [torch.bfloat16] * 2
 
 
 class Buffers(nn.Module):
@@ -185,7 +203,10 @@ def test_leaf_modules_by_class_name_and_suffix() -> None:
     assert utils.get_z3_leaf_modules(model) == [model["one"], model["other"]]
     assert utils.unset_z3_leaf_modules(model, [nn.Sequential, "Linear"]) == [model["one"], *(m for m in model.modules() if type(m) is nn.Linear)]
     assert not any(utils.z3_leaf_module(module) for module in model.modules())
-    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == ([model["one"][0]], [])  # type: ignore[index]
+    for by, name in ((utils.set_z3_leaf_modules_by_suffix, ".0"), (utils.set_z3_leaf_modules_by_name, "one.0")):
+        for flag in (True, False):
+            assert by(model, [name], flag=flag) == ([model["one"][0]], [])  # type: ignore[index]
+            assert utils.get_z3_leaf_modules(model) == ([model["one"][0]] if flag else [])  # type: ignore[index]
     for wrong in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix, utils.set_z3_leaf_modules):
         with pytest.raises(plumb.Error, match="No modules"):
             wrong(model, ["nobody"])

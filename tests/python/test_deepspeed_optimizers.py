@@ -271,3 +271,38 @@ def test_schedules_are_deepspeeds(name: str) -> None:
             assert again.last_batch_iteration == schedule.last_batch_iteration
     assert seen == pytest.approx(rates, abs=1e-8)
     assert momenta is None or moved == pytest.approx(momenta, abs=1e-8)
+
+
+def group_of(schedule: Any) -> Any:
+    return schedule.optimizer.param_groups[0]
+
+
+def test_a_schedule_begins_where_it_is_told() -> None:
+    """Later than at its beginning it leaves the rates alone until it is stepped: the optimizer's were loaded."""
+    for name, (params, rates, momenta) in SCHEDULES.items():
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02, betas=(0.7, 0.8))
+        late = schedules.build(name.split()[0], {**params, "last_batch_iteration": 3}, optimizer)
+        assert (group_of(late)["lr"], group_of(late)["betas"]) == (0.02, (0.7, 0.8)), name
+        late.step()
+        assert group_of(late)["lr"] == pytest.approx(rates[5], abs=1e-8), name
+        late.step(7)  # and goes where it is told
+        assert late.last_batch_iteration == 7 and group_of(late)["lr"] == pytest.approx(rates[8], abs=1e-8), name
+        assert momenta is None or group_of(late)["betas"][0] == pytest.approx(momenta[8], abs=1e-8), name
+
+
+def test_a_cycle_leaves_momentum_alone_where_there_is_none() -> None:
+    params = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3}
+    plain = schedules.build("OneCycle", params, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5))
+    told = schedules.build("OneCycle", {**params, "cycle_momentum": False}, torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1))
+    for schedule in (plain, told):
+        schedule.step()
+        assert group_of(schedule)["lr"] == pytest.approx(0.004) and schedule.get_mom() is None
+    assert group_of(plain)["momentum"] == 0.5 and "betas" not in group_of(plain) and group_of(told)["betas"] == (0.9, 0.999)
+
+
+def test_what_is_left_to_deepspeed_is_the_schedules_own_default() -> None:
+    params = {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": "auto", "warmup_min_lr": "auto"}
+    schedule = schedules.build("WarmupDecayLR", params, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    for _ in range(4):
+        schedule.step()
+    assert schedule.get_last_lr() == [0.001]
