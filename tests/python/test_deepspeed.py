@@ -320,6 +320,13 @@ def test_parameters_that_nobody_uses_are_an_error_where_stage_2_is_told_so() -> 
                 engine.step()
 
 
+class Output(dict[str, torch.Tensor]):
+    """As transformers' outputs are."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self[name]
+
+
 class Two(nn.Module):
     """Returns its loss and what it is computed from."""
 
@@ -327,15 +334,15 @@ class Two(nn.Module):
         super().__init__()
         self.layer = nn.Linear(HIDDEN, 1)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> Output:
         y = self.layer(x)
-        return {"loss": y.square().mean(), "y": y}
+        return Output(loss=y.square().mean(), y=y)
 
 
 @pytest.mark.parametrize("use", ["loss", "y", "both"])
 def test_a_backward_through_several_outputs_is_divided_once(use: str) -> None:
-    def loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
-        return {"loss": output["loss"], "y": output["y"].sum(), "both": output["loss"] + output["y"].sum()}[use]
+    def loss_of(output: Output) -> torch.Tensor:
+        return {"loss": output.loss, "y": output["y"].sum(), "both": output.loss + output["y"].sum()}[use]
 
     torch.manual_seed(2)
     model = Two()
@@ -375,6 +382,8 @@ def safe(stage: int) -> dict[str, float]:
     frozen.requires_grad_(True)
     assert utils.safe_get_full_grad(head).dtype == torch.bfloat16  # as the config says, although sums are f32
     wrong["grad"] = float((utils.safe_get_full_grad(head) - sum(expected)).abs().max())
+    utils.safe_update_full_grad_vectorized([engine.module.spare.weight, head], lambda gradient, parameter: torch.full((5, HIDDEN), 0.125))
+    wrong["update grad"] = float((utils.safe_get_full_grad(head) - 0.125).abs().max())
     utils.safe_set_full_grad(head, torch.full((5, HIDDEN), 0.25))
     wrong["set grad"] = float((utils.safe_get_full_grad(head) - 0.25).abs().max())
     local = utils.safe_get_local_grad(head)
@@ -421,7 +430,8 @@ def saves(folder: str) -> bool:
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make()
     engine = deepspeed.initialize(model=model, config=config)[0]
-    assert engine.engine.gathered_bytes == 0 and engine.state_dict()["module.head.weight"].shape == (5, HIDDEN)
+    state = engine.state_dict()
+    assert engine.engine.gathered_bytes == 0 and torch.equal(state["module.head.weight"], make().head.weight.bfloat16())
     return not kept and engine.save_16bit_model(folder)
 
 
@@ -431,6 +441,9 @@ def test_the_model_is_saved_whole(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "none.bin").exists()
     for name, value in make().state_dict().items():
         assert torch.equal(saved[name], value.bfloat16()), name
+    config = config_of(stage=3)
+    config["zero_optimization"]["stage3_gather_fp16_weights_on_model_save"] = True  # the old name
+    assert deepspeed.initialize(model=make(), config=config)[0].save_16bit_model(str(tmp_path), "old.bin")
 
 
 def test_docstrings_are_true() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
-from plumb.deepspeed import utils, zero
+from plumb.deepspeed import methods, utils, zero
 from plumb.deepspeed.config import Config
 from deepspeeds import config_of, engine_of, make
 
@@ -95,6 +95,43 @@ def test_sections_are_read_under_all_their_names_and_in_their_short_form() -> No
     for section in ("compression_training", "autotuning", "elasticity"):  # on as soon as they say anything, unless they say that they are not
         refused({"train_batch_size": 2, section: {"shared_parameters": {}}}, f"'{section}' in the DeepSpeed config is not supported")
         assert parsed(**{section: {}}).half is None and parsed(**{section: {"enabled": False, "shared_parameters": {}}}).half is None
+
+
+def test_what_nobody_says_is_deepspeeds_default() -> None:
+    parsed = Config({"train_batch_size": 2}, 1)
+    wanted = {
+        "gradient_clipping": 1.0, "managed_gradient_accumulation": True, "steps_per_print": None, "gradient_allreduce_op": "mean",
+        "dataloader_drop_last": False, "communication_data_type": None, "zero_optimization.stage": 0, "zero_optimization.mics_shard_size": -1,
+        "zero_optimization.stage3_param_persistence_threshold": 100_000, "zero_optimization.reduce_bucket_size": 500_000_000,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False, "zero_optimization.compute_grad_norm": True,
+        "zero_optimization.ignore_unused_parameters": True, "fp16.enabled": False, "fp16.loss_scale": 0.0, "fp16.initial_scale_power": 16,
+        "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2, "fp16.consecutive_hysteresis": False, "fp16.min_loss_scale": 1.0,
+        "fp16.auto_cast": False, "bf16.enabled": False, "bf16.check_grad_overflow": True, "bf16.auto_cast": False,
+        "data_types.grad_accum_dtype": None, "data_types.buffer_dtype": None, "data_types.keep_in_fp32_modules": "auto",
+        "torch_autocast.enabled": False, "torch_autocast.dtype": torch.bfloat16,
+    }  # fmt: skip
+    assert {name: parsed[name] for name in wanted} == wanted
+    sections = {name.partition(".")[0] for name in wanted if "." in name}
+    autos = {name: {key.partition(".")[2]: "auto" for key in wanted if key.startswith(f"{name}.")} for name in sections}
+    given = Config({"train_batch_size": 2, **dict.fromkeys((name for name in wanted if "." not in name), "auto"), **autos}, 1)
+    assert {name: given[name] for name in wanted} == wanted and not {name for name in given.was_given if "." in name}
+
+
+OTHERWISE = {  # methods of DeepSpeed's that are not called as their keys are
+    "bfloat16_enabled": "bf16.enabled", "loss_scale": "fp16.loss_scale", "scheduler_name": "scheduler.type",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads", "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads", "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce", "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size", "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+}  # fmt: skip
+
+
+def test_methods_ask_for_the_key_of_their_name() -> None:
+    for method, key in methods.GETTERS.items():
+        section, _, name = key.rpartition(".")
+        zero = f"zero_{name.removeprefix('stage3_')}" if section == "zero_optimization" else None
+        assert OTHERWISE.get(method) == key or method in (f"{section}_{name}".lstrip("_"), zero), (method, key)
 
 
 def test_f64_stays_what_it_is_beside_half_precision() -> None:

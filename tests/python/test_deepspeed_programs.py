@@ -9,7 +9,9 @@ import torch
 
 import plumb
 import plumb.deepspeed as deepspeed
-from deepspeeds import batch, config_of, make
+from deepspeeds import batch, config_of, engine_of, make
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def thaws_late(stage: int, given: bool) -> float:
@@ -73,3 +75,65 @@ def changed_before(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_the_modifier_rank_sets_before_there_is_an_engine_is_everybodys(stage: int) -> None:
     assert plumb.spawn(changed_before, 3, (stage,)) == [0.0] * 3
+
+
+def test_momentum_is_what_the_optimizer_calls_so() -> None:
+    for kind, params, told in (
+        ("SGD", {"momentum": 0.5}, 0.5), ("RMSprop", {"momentum": 0.25}, 0.25), ("Adam", {"betas": [0.5, 0.75]}, (0.5, 0.75)), ("Adagrad", {}, 0.0),
+    ):  # fmt: skip
+        assert engine_of(optimizer={"type": kind, "params": {"lr": 0.1, **params}}).get_mom() == [told], kind
+        # The user's own counts, and not what the config says beside it.
+        model = make()
+        mine = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **{key: tuple(v) if key == "betas" else v for key, v in params.items()})
+        engine = deepspeed.initialize(model=model, optimizer=mine, config=config_of(optimizer={"type": "Lion", "params": {"lr": 1.0}}))[0]
+        assert engine.optimizer_name() == kind and engine.get_mom() == [told] and engine.get_lr() == [0.1]
+
+
+def test_a_boundary_that_is_set_is_that_one() -> None:
+    engine = engine_of(optimizer=SGD)  # where every backward is one by count
+    engine.set_gradient_accumulation_boundary(False)
+    for i in range(2):
+        engine.backward(engine(*batch(0, i)))
+        engine.step()
+        assert not engine.was_step_applied() and engine.global_steps == 0
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 1 and engine.micro_steps == 3
+
+
+def test_the_last_micro_batch_may_be_scaled_by_hand() -> None:
+    engine, twin = engine_of(gas=2, optimizer=SGD, gradient_clipping=0.0), make()
+    engine.backward(engine(*batch(0, 0)))
+    engine.step()
+    engine.scale(engine(*batch(0, 1))).backward()
+    engine.step()
+    for i in range(2):
+        (twin(*batch(0, i)) / 2).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm))
+    torch.testing.assert_close(engine.module.head.weight, twin.head.weight - 0.1 * twin.head.weight.grad)
+
+
+def test_gradients_of_torch_func_are_the_callers_own() -> None:
+    engine, twin = engine_of(gas=4, optimizer=SGD), make()
+    x, y = batch(0, 0)
+    torch.testing.assert_close(torch.func.grad(lambda x: engine(x, y))(x), torch.func.grad(lambda x: twin(x, y))(x))
+    engine(x, y).backward()  # and the next backward is divided as ever
+    twin(x, y).backward()
+    torch.testing.assert_close(engine.module.head.weight.grad * 4, twin.head.weight.grad)
+
+
+def test_a_backward_that_threw_is_over() -> None:
+    engine, twin = engine_of(gas=4, optimizer=SGD), make()
+
+    def throws(gradient: torch.Tensor) -> None:
+        raise KeyError("on purpose")
+
+    handle = engine.module.head.weight.register_hook(throws)
+    with pytest.raises(KeyError, match="on purpose"):
+        engine.backward(engine(*batch(0, 0)))
+    handle.remove()
+    engine.zero_grad()
+    engine(*batch(0, 0)).backward()  # the user's own, which is divided as ours is
+    twin(*batch(0, 0)).backward()
+    torch.testing.assert_close(engine.module.head.weight.grad * 4, twin.head.weight.grad)

@@ -349,6 +349,9 @@ def test_the_optimizers_own_words() -> None:
     engine.basic_optimizer.add_param_group({"params": [engine.basic_optimizer.param_groups[0]["params"].pop()]})
     engine.optimizer.set_lr(0.5)
     assert engine.get_lr() == [0.5, 0.5] and engine.optimizer.get_lr() == 0.5
+    engine.optimizer.param_groups = list(reversed(engine.optimizer.param_groups))
+    assert [len(group["params"]) for group in engine.basic_optimizer.param_groups] == [1, len(list(make().parameters())) - 1]
+    assert engine.optimizer.param_groups is engine.basic_optimizer.param_groups and engine.optimizer_name() == "AdamW"
     twin = make()
     engine.optimizer.backward(engine(*batch(0, 0)))  # as it is, not over the number of accumulation steps
     twin(*batch(0, 0)).backward()
@@ -361,6 +364,12 @@ def parts() -> list[list[int]]:
     engine = deepspeed.initialize(model=make(), config=config_of(), collate_fn=lambda rows: collated.append(len(rows)) or rows)[0]
     found = [[row for rows in engine.deepspeed_io(data, route=route) for row in rows] for route in ("eval", "train")]
     assert collated == [2, 2, 1] * 2
+    engine.set_train_batch_size(12)
+    assert [ask() for ask in engine.get_batch_info()] == [12, 2, 3]
+    engine.set_train_micro_batch_size(5)
+    assert [ask() for ask in engine.get_batch_info()] == [30, 5, 3]
+    with pytest.raises(plumb.Error, match="divisible"):
+        engine.set_train_batch_size(15)
     own = engine.deepspeed_io(data, batch_size=3, data_sampler=[5, 1, 2], collate_fn=tuple, num_local_io_workers=0)
     assert list(own) == [(5, 1, 2)]
     return found
@@ -394,13 +403,14 @@ def test_frozen_parameters_are_left_out_and_missing_ones_may_be_missing(tmp_path
 def compiles(stage: int) -> tuple[float, int]:
     graphs = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], options: dict[str, int]) -> Any:
+        assert options == {"mine": 1}
         graphs.append(graph)
         return graph.forward
 
     engine, twin = engine_of(stage=stage, optimizer=SGD, gradient_clipping=0.0), make()
     assert not engine.is_compiled
-    engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+    engine.compile(backend=backend, compile_kwargs={"dynamic": False, "options": {"mine": 1}})
     assert engine.is_compiled
     for i in range(2):
         engine.backward(engine(*batch(engine.global_rank, i)))
