@@ -272,6 +272,27 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path)
 
 
+def test_a_schedule_or_a_shape_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    engine = build(1, "f32", scheduler={})
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path)
+    scheduled = build(1, "f32")
+    train(scheduled, 3)
+    before = ending(scheduled)
+    with pytest.raises(plumb.Error, match="the checkpoint has no schedule, and this engine has one"):
+        scheduled.load_checkpoint(tmp_path)
+    assert ending(scheduled) == before and scheduled.lr_scheduler.last_batch_iteration == 2
+    scheduled.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert ending(scheduled)[:3] == ending(engine)[:3] and scheduled.lr_scheduler.last_batch_iteration == 2
+
+    other = build(1, "f32", scheduler={})
+    other.module.ratio.data = torch.zeros(4)  # as a model of another size
+    before = ending(other)
+    with pytest.raises(plumb.Error, match="(?s)does not fit this engine, and nothing was loaded.*ratio"):
+        other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert ending(other) == before
+
+
 def test_without_frozen_parameters(tmp_path: Path) -> None:
     engine = saved(tmp_path, exclude_frozen_parameters=True)
     first = ending(engine)
