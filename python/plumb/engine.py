@@ -165,8 +165,8 @@ class Engine:
             if isinstance(optimizer, torch.optim.Optimizer):
                 if groups or schedule is not None:
                     raise Error("groups and schedule are of Plumb's optimizers; a torch.optim object has its own")
-                optim.check(optimizer, named, cuts_state, strategy, one_by_one=elementwise is True)
                 owns = cuts_state or (options.master_weights and any(_given.is_half(p) for _, p in named))
+                optim.check(optimizer, named, cuts_state, strategy, one_by_one=elementwise is True, masters=owns and not cuts_state)
                 whole = not (optim.is_elementwise(optimizer) if elementwise is None else elementwise)
                 if cuts_state and whole:
                     options.cut = _C.Cut.at_parameters

@@ -81,9 +81,15 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], sharded: bool, strategy: str, one_by_one: bool = False
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    sharded: bool,
+    strategy: str,
+    one_by_one: bool = False,
+    masters: bool = False,
 ) -> None:
-    """An Error if this optimizer cannot be honoured over these parameters. ``one_by_one``: the user says that it steps each by itself."""
+    """An Error if this optimizer cannot be honoured over these parameters. ``one_by_one``: the user says that it steps each by itself;
+    ``masters``: it is to step f32 copies of some."""
     name = type(optimizer).__name__
     if getattr(optimizer, _CLOSED, False):
         _refuse()
@@ -92,6 +98,11 @@ def check(
         raise Error(
             f"{name} looks at all parameters together, and strategy '{strategy}' gives each rank some of them to step: use"
             " 'ddp', where every rank steps all"
+        )
+    if masters and isinstance(optimizer, torch.optim.LBFGS):
+        raise Error(
+            f"{name} keeps a list of its parameters, and would step the half-precision ones themselves, past their f32 masters: leave"
+            " master_weights out, or keep the parameters in f32"
         )
     if sharded and not one_by_one and not is_elementwise(optimizer) and looks_at_others(optimizer):
         raise Error(

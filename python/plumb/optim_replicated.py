@@ -40,6 +40,7 @@ class Whole:
             self.stand_in = StandIn(optimizer)
         self.settled: Callable[[], Any] | None = None  # the closure of this step
         self.stands_in = self.overtaken = False
+        self.hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # gradients of a skipped step, by parameter
 
     def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if inside_a_step(self.optimizer):
@@ -130,6 +131,11 @@ class Whole:
         self.native.enter(updating=True)
         if self.info.skipped and self.groups is None:
             self.groups = swap(self.optimizer, [[] for _ in self.optimizer.param_groups])
+        if self.info.skipped and isinstance(self.optimizer, torch.optim.LBFGS):
+            # It keeps a list of its parameters. Where there are no gradients it has arrived, and stops.
+            self.hidden = [(parameter, parameter.grad) for group in self.groups or () for parameter in group]
+            for parameter, _ in self.hidden:
+                parameter.grad = None
 
     def _after(self) -> None:
         self._show()
@@ -143,6 +149,9 @@ class Whole:
         if self.groups is not None:
             swap(self.optimizer, self.groups)
             self.groups = None
+        hidden, self.hidden = self.hidden, []
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
     def close(self) -> None:
         self._show()

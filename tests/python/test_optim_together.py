@@ -194,6 +194,61 @@ def test_a_closure_may_be_asked_for_again_in_a_step_under_fully_shard(kind: str)
     assert max(plumb.spawn(sharded_looks_twice, 2, (kind,))) < 1e-10
 
 
+class Twice(torch.optim.SGD):
+    """Asks for its closure twice, and steps by the second answer."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        super().step()
+        return closure()
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "LBFGS with a line search", "Twice"])
+@pytest.mark.parametrize("bad", [[True, True, True], [False, True, True]])
+def test_a_step_that_is_skipped_changes_nothing_although_its_closure_is_asked_for_again(kind: str, bad: list[bool]) -> None:
+    """``bad``: which calls of the closure find gradients that are not finite. What was stepped before them stays stepped."""
+    model, twin = make(), make()
+    search = {"line_search_fn": "strong_wolfe"} if "search" in kind else {}
+    optimizers = [
+        Twice(one.parameters(), lr=0.1) if kind == "Twice" else torch.optim.LBFGS(one.parameters(), lr=0.1, max_iter=3, **search) for one in (model, twin)
+    ]
+    engine = plumb.Engine(model, optimizers[0], nonfinite="skip")
+    calls: list[bool] = []
+
+    def closure_of(one: Any, optimizer: torch.optim.Optimizer, spoils: list[bool]) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            spoilt = len(calls) < len(spoils) and spoils[len(calls)]
+            calls.append(spoilt)
+            loss = Play(one, 0, 1, 1.0).loss(0)
+            (loss * (float("nan") if spoilt else 1.0)).backward()
+            return loss
+
+        return closure
+
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers[0].step(closure_of(model, optimizers[0], bad))
+    assert engine.last_step is not None and engine.last_step.skipped and calls[: len(bad)] == bad[: len(calls)]
+    assert [len(group["params"]) for group in optimizers[0].param_groups] == [len(before)]
+    assert torch.isnan(model.first.weight.grad).any()  # as ever: what is not finite is the user's to look at
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert bad[0] == all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    if bad[0]:  # and nothing of it is in the steps after
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            for _ in range(2):
+                optimizer.step(closure_of(one, optimizer, []))
+        assert distance(engine, model, twin) < 1e-12 and not torch.equal(before[0], twin.first.weight)
+
+
+def test_masters_are_stepped_by_no_optimizer_with_a_list_of_its_own() -> None:
+    model = make(torch.bfloat16)
+    with pytest.raises(plumb.Error, match="LBFGS keeps a list of its parameters.*leave master_weights out"):
+        plumb.Engine(model, torch.optim.LBFGS(model.parameters()), master_weights=True)
+    plumb.Engine(model, torch.optim.LBFGS(model.parameters())).close()
+    model = make(torch.float32)  # which have none
+    plumb.Engine(model, torch.optim.LBFGS(model.parameters()), master_weights=True).close()
+
+
 # ---- all parameters together
 
 
@@ -230,6 +285,11 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_where_each_rank_st
 def test_an_optimizer_that_looks_at_all_parameters_is_right_under_ddp() -> None:
     for far in plumb.spawn(clips, 2, ("ddp", {})):
         assert isinstance(far, float) and far < 1e-10, far
+
+
+def test_two_parameters_are_enough_to_look_at_one_another() -> None:
+    assert looks_at_others(Clips(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    assert not looks_at_others(Clips(torch.nn.Linear(2, 2, bias=False).parameters(), lr=0.1))
 
 
 def a_trial_leaves_no_trace() -> bool:
