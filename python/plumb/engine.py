@@ -204,10 +204,16 @@ class Engine:
             compiled.forget_graphs()
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
+            follow, rank = self._follow, self.world.rank
+
+            def before_gradients() -> None:
+                optim.refuse_newcomers(optimizer, replaced.knows, rank)
+                follow()
+
             if owns:
-                self._steps = optim.Pieces(self._native, optimizer, self.world.rank, self.world.size, whole, cuts_state, follow=self._follow)
+                self._steps = optim.Pieces(self._native, optimizer, rank, self.world.size, whole, cuts_state, follow=before_gradients)
             else:
-                self._steps = optim.Whole(self._native, optimizer, flat=optim.is_torchs(optimizer), follow=self._follow)
+                self._steps = optim.Whole(self._native, optimizer, flat=optim.is_torchs(optimizer), follow=before_gradients)
 
     @staticmethod
     def _fill(

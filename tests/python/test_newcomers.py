@@ -57,6 +57,39 @@ def test_what_came_after_the_engine_is_an_error_on_every_rank(strategy: str, how
             assert f"rank {rank}: parameter '{name}' came into the model after the engine was built" in one
 
 
+def a_parameter_of_no_model(strategy: str) -> list[str]:
+    """A temperature that the optimizer alone got to know, and the loss uses."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    engine = plumb.Engine(model, optimizer, strategy=strategy, units=[Block])
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    said = []
+
+    def train() -> None:
+        (model(torch.ones(2, WIDTH, dtype=torch.float64)).pow(2).mean() * temperature).backward()
+        try:
+            optimizer.step()
+            said.append("")
+        except plumb.Error as error:
+            said.append(str(error))
+        engine.zero_grad()
+        temperature.grad = None
+
+    train()
+    optimizer.add_param_group({"params": [temperature]})
+    train()
+    temperature.requires_grad_(False)
+    train()
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_what_came_into_the_optimizer_alone_is_an_error_on_every_rank(strategy: str) -> None:
+    for rank, said in enumerate(plumb.spawn(a_parameter_of_no_model, 2, (strategy,), method="thread")):
+        assert [bool(one) for one in said] == [False, True, False], said
+        assert f"rank {rank}: parameter 0 of the optimizer's group 1, of shape [], came into the optimizer after the engine" in said[1]
+
+
 def test_what_comes_into_a_newcomer_is_noticed_too() -> None:
     model = make()
     engine = plumb.Engine(model, plumb.SGD(lr=0.1))
