@@ -34,6 +34,8 @@ def deferred(units: Iterable[type[nn.Module]] = (), *, world: World | None = Non
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> engine = plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[torch.nn.Linear])
     """
+    if not isinstance(units, Iterable):
+        raise Error(f"deferred({units!r}); expected classes of modules, in a list")
     classes = list(units)
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):

@@ -124,31 +124,29 @@ class Engine:
             self.world = _given.world_of(world, named)
 
         try:
-            options = _C.Options()
-            options.strategy = strategy
-            options.mesh = _given.mesh(mesh)
-            if bucket_bytes is not None:
-                options.bucket_bytes = bucket_bytes
-            if first_bucket_bytes is not None:
-                options.first_bucket_bytes = first_bucket_bytes
-            options.accumulate_dtype = accumulate_dtype
-            options.master_weights = not isinstance(optimizer, torch.optim.Optimizer) if master_weights is None else master_weights
-            options.clip_norm = clip_norm
-            options.loss_scale = _given.loss_scale(loss_scale)
-            if nonfinite not in _NONFINITE:
+            if not isinstance(nonfinite, str) or nonfinite not in _NONFINITE:
                 raise Error(f"nonfinite is {nonfinite!r}; it is one of {', '.join(_NONFINITE)}")
-            options.nonfinite = _NONFINITE[nonfinite]
-            if schedule is not None:
-                options.schedule = schedule
-            options.groups = [_given.group(group, named) for group in groups]
-            options.hold_unsharded = hold_unsharded
-            if gather_ahead_bytes is not None:
-                options.gather_ahead_bytes = gather_ahead_bytes
-            options.ask_before_gathers = ask_before_gathers
-            options.deterministic = deterministic
-            if virtual_ranks is not None:
-                options.virtual_ranks = virtual_ranks
-            options.ledger = ledger
+            if not (elementwise is None or isinstance(elementwise, bool)):
+                raise Error(f"elementwise is {elementwise!r}; expected True or False")
+            options = _given.options(
+                strategy=_given.strategy(strategy),
+                mesh=_given.mesh(mesh),
+                bucket_bytes=bucket_bytes,
+                first_bucket_bytes=first_bucket_bytes,
+                accumulate_dtype=accumulate_dtype,
+                master_weights=not isinstance(optimizer, torch.optim.Optimizer) if master_weights is None else master_weights,
+                clip_norm=clip_norm,
+                loss_scale=_given.loss_scale(loss_scale),
+                nonfinite=_NONFINITE[nonfinite],
+                schedule=schedule,
+                groups=_given.groups(groups, named),
+                hold_unsharded=hold_unsharded,
+                gather_ahead_bytes=gather_ahead_bytes,
+                ask_before_gathers=ask_before_gathers,
+                deterministic=deterministic,
+                virtual_ranks=virtual_ranks,
+                ledger=ledger,
+            )
 
             cuts_parameters, _, cuts_state = _C.sharded(strategy, options.mesh, self.world.size)
             own: list[tuple[nn.Module, list[torch.Tensor]]] = []
@@ -239,11 +237,13 @@ class Engine:
         micro-batches and ranks, as one process would; every backward of the step has a weight, on every rank. Until then
         gradients are of the sums: clip with ``clip_norm``.
         """
-        self._engine.backward(loss, retain_graph, None if weight is None else float(weight))
+        if loss is not None:
+            _given.tensor(loss, "the loss")
+        self._engine.backward(loss, retain_graph, None if weight is None else _given.number(weight, "weight"))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward()`` on; the loss itself without ``loss_scale``."""
-        return self._engine.scale(loss)
+        return self._engine.scale(_given.tensor(loss, "the loss"))
 
     @property
     def loss_scale(self) -> float:
@@ -260,7 +260,7 @@ class Engine:
 
     def deliver(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Hands over a gradient that does not come from autograd, in any dtype; ``end_pass()`` says where a pass ends."""
-        self._engine.deliver(parameter, gradient)
+        self._engine.deliver(_given.tensor(parameter, "the parameter"), _given.tensor(gradient, "the gradient"))
 
     def end_pass(self) -> None:
         """The gradients that were delivered since the last one are one backward."""
@@ -272,7 +272,7 @@ class Engine:
 
     def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the whole reduced gradient; None where there is none. Every rank calls it."""
-        return self._engine.full_gradient(parameter)
+        return self._engine.full_gradient(_given.tensor(parameter, "the parameter"))
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm over all reduced gradients, without the loss scale, as ``step()`` would find it before clipping."""
@@ -282,6 +282,8 @@ class Engine:
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepInfo:
         """Settles every gradient of this step over the ranks, clips, and updates the parameters. Every rank calls it."""
+        if not (closure is None or callable(closure)):
+            raise Error(f"step() was given a {type(closure).__name__}; expected a closure, or nothing")
         if self._steps is None:
             if closure is not None:
                 with torch.enable_grad():
@@ -315,6 +317,7 @@ class Engine:
 
         A ``torch.optim`` object's groups all have their own: without ``group``, it is set in each. Alike on every rank.
         """
+        _given.rate(lr)
         if isinstance(self.optimizer, torch.optim.Optimizer):
             groups = self.optimizer.param_groups if group is None else [_given.group_of(self.optimizer, group)]
             for one in groups:
@@ -328,18 +331,16 @@ class Engine:
 
     # ---- parameters
 
-    def gathered(self, parameters: Iterable[torch.Tensor] | nn.Module, write: bool = False) -> ContextManager[None]:
+    def gathered(self, parameters: Iterable[torch.Tensor] | torch.Tensor | nn.Module, write: bool = False) -> ContextManager[None]:
         """Inside, these parameters are whole, whatever the strategy.
 
         With ``write``, what rank 0 wrote into them is everybody's at the end; every rank takes part then.
         """
-        if isinstance(parameters, nn.Module):
-            parameters = parameters.parameters()
-        return _C.gathered(self._engine, list(parameters), write)
+        return _C.gathered(self._engine, _given.parameters(parameters), write)
 
     def full_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """A whole copy of a parameter."""
-        return self._engine.full_parameter(parameter)
+        return self._engine.full_parameter(_given.tensor(parameter, "the parameter"))
 
     @property
     def gathered_bytes(self) -> int:
@@ -493,7 +494,7 @@ class Engine:
                     ...
             print(trace.stop()[engine.world.rank])
         """
-        return _C.Trace(self._engine, os.fspath(path))
+        return _C.Trace(self._engine, _given.path(path, "the path"))
 
     # ---- its end
 

@@ -97,6 +97,9 @@ def fully_shard(
     _check_modules(modules)
     if dp_mesh_dims is not None:
         raise Error("dp_mesh_dims: plumb.fully_shard takes the data-parallel mesh itself; pass mesh=mesh['dp']")
+    for name, value, kind in (("mesh", mesh, DeviceMesh), ("mp_policy", mp_policy, MixedPrecisionPolicy), ("offload_policy", offload_policy, OffloadPolicy)):
+        if value is not None and not isinstance(value, kind):
+            raise Error(f"{name} of fully_shard is {value!r}; expected a {kind.__name__}")
     mesh = _default_mesh() if mesh is None else mesh
     cut = _cut(mesh)
     _check_reshard(reshard_after_forward, cut.shards)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import _C
 from ._C import Error, LossScale, Mesh, ParameterGroup, World
 from .world import world as _world
 
@@ -66,7 +68,10 @@ def whole(value: Any, what: str) -> int:
 
 
 def path(given: Any, what: str) -> str:
-    name = os.fsdecode(given)
+    try:
+        name = os.fsdecode(given)
+    except TypeError:
+        raise Error(f"{what} is {given!r}; expected a string or a path") from None
     with contextlib.suppress(UnicodeEncodeError):
         if "\0" not in name.encode().decode():
             return name
@@ -91,11 +96,41 @@ def world_of(given: World | dist.ProcessGroup | None, named: list[tuple[str, tor
     return _world(given, device=named[0][1].device.type if named else "cpu")
 
 
+#: Of options that are neither yes or no nor whole numbers.
+_EXPECTED = {
+    "accumulate_dtype": "a torch.dtype",
+    "clip_norm": "a number",
+    "schedule": "a plumb.Schedule",
+}
+
+
+def options(**given: Any) -> _C.Options:
+    """Those that were given; where they are None, the engine's own."""
+    result = _C.Options()
+    for name, value in given.items():
+        if value is None:
+            continue
+        try:
+            setattr(result, name, value)
+        except (TypeError, ValueError):
+            usual = "True or False" if isinstance(getattr(result, name), bool) else "a whole number"
+            raise Error(f"{name} is {value!r}; expected {_EXPECTED.get(name, usual)}") from None
+    return result
+
+
+def strategy(name: Any) -> str:
+    if not isinstance(name, str):
+        raise Error(f"strategy is {name!r}; expected one of {', '.join(_C.strategies())}")
+    return name
+
+
 def mesh(mesh: Mesh | tuple[int, int] | None) -> Mesh:
     if mesh is None:
         return Mesh()
-    if isinstance(mesh, tuple):
-        return Mesh(replicate=mesh[0], shard=mesh[1])
+    if isinstance(mesh, tuple) and len(mesh) == 2:
+        return Mesh(replicate=whole(mesh[0], "mesh[0]"), shard=whole(mesh[1], "mesh[1]"))
+    if not isinstance(mesh, Mesh):
+        raise Error(f"mesh is {mesh!r}; expected a plumb.Mesh, a DeviceMesh, or two numbers: (replicate, shard)")
     return mesh
 
 
@@ -104,12 +139,51 @@ def loss_scale(scale: LossScale | float | bool | None) -> LossScale | None:
         return None
     if scale is True:
         return LossScale()
-    return scale if isinstance(scale, LossScale) else LossScale(float(scale))
+    return scale if isinstance(scale, LossScale) else LossScale(number(scale, "loss_scale"))
+
+
+def number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise Error(f"{what} is {value!r}; expected a number") from None
+
+
+def rate(lr: Any) -> None:
+    """An Error if it is no learning rate."""
+    value = number(lr, "lr")
+    if not (math.isfinite(value) and value >= 0):
+        raise Error(f"set_lr({value:g}); a learning rate must be finite and not negative")
+
+
+def tensor(value: Any, what: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise Error(f"{what} is a {type(value).__name__}; expected a tensor")
+    return value
+
+
+def parameters(given: Any) -> list[torch.Tensor]:
+    """Of a module, of several, or one."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    try:
+        found = list(given.parameters() if isinstance(given, nn.Module) else given)
+    except TypeError:
+        raise Error(f"gathered() of a {type(given).__name__}; expected a module or parameters") from None
+    return [tensor(one, "one of the parameters of gathered()") for one in found]
+
+
+def groups(given: Any, named: list[tuple[str, torch.Tensor]]) -> list[ParameterGroup]:
+    if isinstance(given, (str, dict)) or not isinstance(given, Iterable):
+        raise Error(f"groups is {given!r}; expected a list of groups")
+    return [group(one, named) for one in given]
 
 
 def group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup:
     if isinstance(group, ParameterGroup):
         return group
+    if not isinstance(group, dict):
+        raise Error(f"a group is {group!r}; expected a dict of match, and lr or weight_decay")
     unknown = set(group) - {"match", "lr", "weight_decay"}
     if unknown or "match" not in group:
         raise Error(f"a group has the keys {sorted(group)}; expected match, and lr or weight_decay")
@@ -117,14 +191,17 @@ def group(group: Group, named: list[tuple[str, torch.Tensor]]) -> ParameterGroup
     if callable(match):
         names = {name for name, _ in named if match(name)}
     elif isinstance(match, str):
-        names = {name for name, _ in named if re.search(match, name)}
+        try:
+            names = {name for name, _ in named if re.search(match, name)}
+        except re.error as error:
+            raise Error(f"a group's match is {match!r}, which is no regular expression: {error}") from None
     else:
         names = {uncompiled(name) for name in match}
     return ParameterGroup(names, lr=group.get("lr"), weight_decay=group.get("weight_decay"))
 
 
 def group_of(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
-    if not 0 <= number < len(optimizer.param_groups):
+    if not 0 <= whole(number, "group") < len(optimizer.param_groups):
         raise Error(f"there is no parameter group {number}; this optimizer has {len(optimizer.param_groups)}")
     group: dict[str, Any] = optimizer.param_groups[number]
     return group

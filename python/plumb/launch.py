@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from . import given as _given
 from ._C import Error, World, run_threads, settle_autograd
 from .world import as_thread, leave
 
@@ -50,7 +51,9 @@ def spawn(
     >>> plumb.spawn(lambda: plumb.world().rank, ranks=2)
     [0, 1]
     """
-    if ranks < 1:
+    if not callable(fn):
+        raise Error(f"spawn of a {type(fn).__name__}; expected a function, which each rank calls")
+    if _given.whole(ranks, "ranks") < 1:
         raise Error(f"spawn of {ranks} ranks; there must be at least one")
     if method == "thread":
         if env:
@@ -59,6 +62,8 @@ def spawn(
     if method is None:
         in_use: bool = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         method = "spawn" if in_use else "fork"
+    if method not in multiprocessing.get_all_start_methods():
+        raise Error(f"method is {method!r}; expected {', '.join(multiprocessing.get_all_start_methods())} or thread")
     context: Any = multiprocessing.get_context(method)
     shared = {
         "MASTER_ADDR": "127.0.0.1",

@@ -60,6 +60,8 @@ def elementwise(optimizer: O) -> O:
     ... class Signs(torch.optim.SGD):
     ...     pass
     """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise Error(f"elementwise({optimizer!r}); expected a class of optimizers")
     _ELEMENTWISE.add(optimizer)
     return optimizer
 

@@ -319,6 +319,9 @@ def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
     native = engine._engine
     why = ""
     try:
+        if not isinstance(given, dict) or not {"run", "model", "optim"} <= given.keys():
+            what = f"has the keys {sorted(map(str, given))}" if isinstance(given, dict) else f"is a {type(given).__name__}"
+            raise Error(f"it {what}; expected what state_dict() of an engine has: run, model and optim")
         run = json.loads(given["run"])
         words = {**run, "optimizer": run["own"]}
         _check(engine, given, run, words)

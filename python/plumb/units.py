@@ -25,6 +25,9 @@ def unit(module: M) -> M:
     >>> import plumb, torch
     >>> block = plumb.unit(torch.nn.Linear(4, 4))
     """
+    if not isinstance(module, nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise Error(f"unit() of {what}; expected a module (classes are named by Engine(units=[…]))")
     module._plumb_unit = True  # type: ignore[assignment]
     cut(module)
     return module
@@ -67,6 +70,8 @@ def choose(root: nn.Module, wanted: UnitsArgument) -> list[nn.Module]:
     elif callable(wanted):
         chosen |= {id(module) for name, module in named if wanted(name, module)}
     elif wanted is not None:
+        if not isinstance(wanted, Iterable):
+            raise Error(f"units={wanted!r}; expected a list of classes, modules or names, a predicate, or a number")
         for one in wanted:
             if isinstance(one, str):
                 found = [module for name, module in named if name == uncompiled(one)]

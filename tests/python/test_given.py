@@ -76,11 +76,86 @@ def test_a_loss_scale_is_a_number_a_rule_or_whether(given: Any, expected: float 
         ({"groups": [{"match": "weight", "rate": 1.0}]}, "expected match, and lr or weight_decay"),
         ({"groups": [{"lr": 1.0}]}, "expected match, and lr or weight_decay"),
         ({"world": 2}, "the world is a int; expected a plumb.World or a process group"),
+        ({"strategy": 3}, "strategy is 3; expected one of ddp, zero1, zero2, zero3, hsdp"),
+        ({"strategy": None}, "strategy is None; expected one of ddp"),
+        ({"mesh": "a"}, "mesh is 'a'; expected a plumb.Mesh, a DeviceMesh, or two numbers"),
+        ({"mesh": (1, 2, 3)}, r"mesh is \(1, 2, 3\); expected a plumb.Mesh"),
+        ({"mesh": (1,)}, r"mesh is \(1,\); expected a plumb.Mesh"),
+        ({"mesh": ("a", 1)}, r"mesh\[0\] is 'a'; expected a whole number"),
+        ({"bucket_bytes": "a"}, "bucket_bytes is 'a'; expected a whole number"),
+        ({"first_bucket_bytes": 1.5}, "first_bucket_bytes is 1.5; expected a whole number"),
+        ({"virtual_ranks": 2**80}, "virtual_ranks is .*; expected a whole number"),
+        ({"accumulate_dtype": "f32"}, "accumulate_dtype is 'f32'; expected a torch.dtype"),
+        ({"clip_norm": "a"}, "clip_norm is 'a'; expected a number"),
+        ({"loss_scale": "x"}, "loss_scale is 'x'; expected a number"),
+        ({"schedule": "cosine"}, "schedule is 'cosine'; expected a plumb.Schedule"),
+        ({"deterministic": "yes"}, "deterministic is 'yes'; expected True or False"),
+        ({"elementwise": 3}, "elementwise is 3; expected True or False"),
+        ({"nonfinite": ["skip"]}, r"nonfinite is \['skip'\]; it is one of continue, skip, error"),
+        ({"groups": 3}, "groups is 3; expected a list of groups"),
+        ({"groups": [3]}, "a group is 3; expected a dict"),
+        ({"groups": [{"match": "(", "lr": 1.0}]}, r"a group's match is '\(', which is no regular expression"),
+        ({"units": 2.5}, "units=2.5; expected a list of classes"),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(plumb.Error, match=said):
         plumb.Engine(model(), plumb.SGD(lr=1.0), **options)
+
+
+def test_calls_that_mean_nothing_are_refused_and_the_engine_goes_on() -> None:
+    one = nn.Linear(2, 2)
+    for optimizer in (plumb.SGD(lr=1.0), torch.optim.SGD(one.parameters(), lr=1.0)):
+        with plumb.Engine(one, optimizer) as engine:
+            calls: list[tuple[Any, str]] = [
+                (lambda: engine.backward(3), "the loss is a int; expected a tensor"),  # type: ignore[arg-type]
+                (lambda: engine.backward(one(torch.ones(2)).sum(), weight="a"), "weight is 'a'; expected a number"),  # type: ignore[arg-type]
+                (lambda: engine.scale("x"), "the loss is a str; expected a tensor"),  # type: ignore[arg-type]
+                (lambda: engine.step(3), "was given a int; expected a closure"),  # type: ignore[arg-type]
+                (lambda: engine.set_lr("a"), "lr is 'a'; expected a number"),  # type: ignore[arg-type]
+                (lambda: engine.set_lr(-1.0), r"set_lr\(-1\); a learning rate must be finite and not negative"),
+                (lambda: engine.set_lr(float("nan")), r"set_lr\(nan\); a learning rate"),
+                (lambda: engine.deliver(one.weight, 3), "the gradient is a int; expected a tensor"),  # type: ignore[arg-type]
+                (lambda: engine.full_gradient("weight"), "the parameter is a str; expected a tensor"),  # type: ignore[arg-type]
+                (lambda: engine.full_parameter(3), "the parameter is a int; expected a tensor"),  # type: ignore[arg-type]
+                (lambda: engine.gathered(3), r"gathered\(\) of a int; expected a module or parameters"),  # type: ignore[arg-type]
+                (lambda: engine.gathered([3]), "parameters of gathered.. is a int; expected a tensor"),  # type: ignore[list-item]
+                (lambda: engine.trace(3), "the path is 3; expected a string or a path"),  # type: ignore[arg-type]
+                (lambda: engine.load(3), "the path is 3; expected a string or a path"),  # type: ignore[arg-type]
+                (lambda: engine.load_state_dict({}), r"it has the keys \[\]; expected what state_dict\(\) of an engine has"),
+                (lambda: engine.load_state_dict(3), "it is a int; expected what state_dict"),  # type: ignore[arg-type]
+            ]
+            for call, said in calls:
+                with pytest.raises(plumb.Error, match=said):
+                    call()
+            before = one.weight.detach().clone()
+            engine.backward(one(torch.ones(2)).sum())
+            engine.step()
+            assert torch.allclose(one.weight.detach(), before - 1.0)
+            engine.zero_grad()
+    outside: list[tuple[Any, str]] = [
+        (lambda: plumb.unit(3), r"unit\(\) of a int; expected a module"),  # type: ignore[type-var]
+        (lambda: plumb.unit(nn.Linear), r"unit\(\) of the class Linear; expected a module"),  # type: ignore[type-var]
+        (lambda: plumb.elementwise(3), r"elementwise\(3\); expected a class of optimizers"),  # type: ignore[type-var]
+        (lambda: plumb.deferred(3).__enter__(), r"deferred\(3\); expected classes of modules"),  # type: ignore[arg-type]
+        (lambda: plumb.spawn(3), "spawn of a int; expected a function"),  # type: ignore[arg-type]
+        (lambda: plumb.spawn(print, "a"), "ranks is 'a'; expected a whole number"),  # type: ignore[arg-type]
+        (lambda: plumb.spawn(print, method="x"), "method is 'x'; expected fork"),
+    ]
+    for call, said in outside:
+        with pytest.raises(plumb.Error, match=said):
+            call()
+    assert not hasattr(nn.Linear, "_plumb_unit"), "every layer would be a unit"
+
+
+def test_one_parameter_may_be_gathered_by_itself() -> None:
+    one = model()
+    engine = plumb.Engine(one, plumb.SGD(lr=1.0))
+    weight = next(one.parameters())
+    assert plumb.given.parameters(weight)[0] is weight and len(plumb.given.parameters(weight)) == 1
+    with engine.gathered(weight, write=True), torch.no_grad():
+        weight.fill_(3.0)
+    engine.close()
 
 
 def test_pairs_without_names_or_values_are_refused() -> None:
