@@ -238,6 +238,26 @@ TEST(Checkpoint, RunsOncePerBackwardAndNoFurtherThanNeeded) {
   EXPECT_EQ(begun, 3);
 }
 
+// A node may ask for what it saved more than once.
+struct AsksTwice : torch::autograd::Function<AsksTwice> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x) {
+    context->save_for_backward({x});
+    return x * x;
+  }
+  static variable_list backward(torch::autograd::AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor first = context->get_saved_variables()[0], second = context->get_saved_variables()[0];
+    return {gradients[0] * (first + second)};
+  }
+};
+
+TEST(Checkpoint, GivesANodeWhatItSavedAsOftenAsItAsks) {
+  const at::Tensor x = torch::tensor({1.0F, 2.0F}).requires_grad_(), same = x.detach().clone().requires_grad_();
+  const auto function = [](const at::Tensor& h) { return AsksTwice::apply(AsksTwice::apply(h.pow(3))); };
+  checkpoint(function, x).sum().backward();
+  function(same).sum().backward();
+  EXPECT_TRUE(x.grad().equal(same.grad())) << x.grad();
+}
+
 // Eight checkpoints of eight activations each: between forward and backward one activation per checkpoint is alive, in the
 // backward those of one more.
 TEST(Checkpoint, KeepsTheInputsAndOneFunctionsActivations) {

@@ -112,6 +112,37 @@ TEST(Deferred, ScopesMayLieInsideEachOther) {
   });
 }
 
+// One parameter of two units is cut once.
+TEST(Deferred, BuildsAParameterOfTwoUnits) {
+  struct Holder : torch::nn::Module {
+    explicit Holder(const at::Tensor& value) : weight(register_parameter("weight", value)) {}
+    at::Tensor forward(const at::Tensor& x) { return x * weight; }
+    at::Tensor weight;
+  };
+  struct Tied : torch::nn::Module {
+    Tied() {
+      const at::Tensor value = torch::arange(6, at::kFloat) + 1;
+      one = register_module("one", std::make_shared<Holder>(value));
+      other = register_module("other", std::make_shared<Holder>(value));
+    }
+    Unit<Holder> one{nullptr}, other{nullptr};
+  };
+  for (const char* strategy : {"ddp", "zero3"}) {
+    run_local(2, [&](World world) {
+      std::unique_ptr<Tied> tied;
+      {
+        const Deferred deferred(world);
+        tied = std::make_unique<Tied>();
+      }
+      Engine engine(world, *tied, SGD{.lr = 1}, {.strategy = strategy});
+      EXPECT_TRUE(engine.full_parameter(tied->other->weight).equal(torch::arange(6, at::kFloat) + 1));
+      tied->other->forward(tied->one->forward(torch::ones({6}))).sum().backward();
+      engine.step();
+      EXPECT_TRUE(engine.full_parameter(tied->one->weight).equal(-torch::arange(6, at::kFloat) - 1));
+    });
+  }
+}
+
 // ---- parameters of which each rank has its own rows
 
 // As torch.chunk cuts them: the last ranks may get fewer, or none.

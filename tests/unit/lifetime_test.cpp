@@ -41,6 +41,36 @@ TEST(Lifetime, AUnitIsGatheredOnceForItsForwardAndOnceForItsBackward) {
 }
 
 // A unit whose last gradient has come is not needed any more; where no gradients come, the two last ones stay.
+// A node may have saved parameters of two kinds, a frozen and a trained one: it is done with both when it has run.
+TEST(Lifetime, ABackwardLetsGoOfTheFrozenHalfOfAUnitToo) {
+  struct Norms : torch::nn::Module {
+    Norms() {
+      for (int i = 0; i < 6; ++i) {
+        norms.push_back(register_module("norm" + std::to_string(i),
+                                        std::make_shared<torch::nn::LayerNormImpl>(torch::nn::LayerNormOptions({40}))));
+        norms.back()->weight.set_requires_grad(false);
+      }
+    }
+    std::vector<Unit<torch::nn::LayerNorm>> norms;
+  };
+  run_local(2, [](World world) {
+    Norms net;
+    Engine engine(world, net, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    int64_t unit = 0, left = -1;
+    {
+      const Gathered scope = engine.gathered({net.norms[0]->weight, net.norms[0]->bias});
+      unit = gathered(engine);
+    }
+    const at::Tensor x = torch::arange(80, at::kFloat).view({2, 40}).requires_grad_();
+    x.register_hook([&](const at::Tensor&) { left = gathered(engine); });
+    at::Tensor h = x;
+    for (auto& norm : net.norms) h = norm->forward(h);
+    h.square().sum().backward();
+    EXPECT_LE(left, 3 * unit) << "of six";
+    EXPECT_EQ(gathered(engine), 0);
+  });
+}
+
 TEST(Lifetime, ABackwardKeepsTheTwoUnitsItNeededLast) {
   on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
     const int64_t one = layer_bytes(engine, 2);

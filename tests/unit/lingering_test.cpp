@@ -66,6 +66,38 @@ TEST(Lingering, AreUnitsThatWereSavedPastTheHooks) {
   });
 }
 
+// Or until a backward that uses units is over, whichever those are.
+TEST(Lingering, EndsWithABackwardOfAnotherUnit) {
+  run_local(2, [](World world) {
+    const Trained one(world, {.strategy = "zero3"});
+    at::SavedTensorDefaultHooks::disable("a test");
+    const at::Tensor h = one.net->layers[0]->forward(torch::ones({2, 6}));
+    at::SavedTensorDefaultHooks::enable();
+    EXPECT_GT(one.gathered(), 0);
+    one.net->layers[1]->forward(h).sum().backward();
+    EXPECT_EQ(one.gathered(), 0);
+  });
+}
+
+// What lingers of before shards were written is used by nobody behind that.
+TEST(Lingering, EndsWhereShardsWereWritten) {
+  run_local(2, [](World world) {
+    const Trained one(world, {.strategy = "zero3"});
+    const at::Tensor x = torch::ones({2, 6});
+    at::SavedTensorDefaultHooks::disable("a test");
+    const at::Tensor before = one.net->layers[0]->forward(x).detach();
+    at::SavedTensorDefaultHooks::enable();
+    world.barrier();
+    {
+      at::NoGradGuard no_grad;
+      for (auto& [name, shard] : one.engine->shards()) shard.mul_(2);
+    }
+    one.engine->shards_written();
+    EXPECT_TRUE(one.net->layers[0]->forward(x).allclose(2 * before));
+    world.barrier();
+  });
+}
+
 // As a debugger does: what a node saved is whole then, and the next backward lets go of it.
 TEST(Lingering, IsWhatSomebodyLookedAtUntilTheNextBackward) {
   run_local(2, [](World world) {

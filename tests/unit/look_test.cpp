@@ -6,10 +6,14 @@
 #include "engine/impl.h"
 #include "plumb/checkpoint.h"
 #include "plumb/plumb.h"
+#include "unit/saved.h"
+#include "unit/support/net.h"
 #include "watch/road.h"
 
 namespace plumb {
 namespace {
+
+using namespace test;
 
 // As a debugger or a printer of graphs does: each look runs the function again, and a backward afterwards is right.
 TEST(Look, AtAGraphThatRecomputesNeedsNoBackward) {
@@ -44,6 +48,28 @@ struct Watched : torch::nn::Module {
 };
 
 // The last thing that is told of a rank that dies inside a unit: that it gathered this unit's bucket, and when.
+// Somebody else's hooks may keep the very tensor.
+TEST(Look, AtAParameterThatOthersHooksKeepFindsItWhole) {
+  struct Keeps final : torch::autograd::SavedVariableHooks {
+    void call_pack_hook(const at::Tensor& tensor) override { kept = tensor.detach(); }
+    at::Tensor call_unpack_hook() override { return kept; }
+    at::Tensor kept;
+  };
+  on_two([](World world, Net& net, Engine& engine) {
+    const at::Tensor& weight = net.first->up->weight;
+    saved::Hooks hooks;
+    {
+      const Gathered scope = engine.gathered({weight});
+      hooks = saved::make_plainly(std::make_unique<Keeps>());
+      hooks->call_pack_hook(weight);
+    }
+    EXPECT_EQ(gathered(engine), 0);
+    const at::Tensor found = hooks->call_unpack_hook().clone();
+    EXPECT_TRUE(found.equal(engine.full_parameter(weight)));
+    world.barrier();
+  });
+}
+
 TEST(Look, AtTheRoadShowsWhichUnitWasGathered) {
   run_local(2, [](World world) {
     struct Three : torch::nn::Module {
