@@ -58,6 +58,16 @@ TEST_F(LaneTest, AUseOfAllWaitsForEveryProducer) {
   EXPECT_EQ(report(), "no races\n");
 }
 
+// Whoever comes first: what was written is waited for until somebody says that he was the last.
+TEST_F(LaneTest, EveryUseOfAllWaitsForTheProducers) {
+  produce(left, 0);
+  lanes.begin_all(device);
+  const c10::StreamGuard guard(right);
+  lanes.begin_all(device);
+  EXPECT_EQ(memory.narrow(0, 0, 32).sum().item<float>(), 32);
+  EXPECT_EQ(report(), "no races\n");
+}
+
 TEST_F(LaneTest, AProducerWaitsForTheUseOfAll) {
   for (int pass = 0; pass < 3; ++pass) {
     produce(left, 0);

@@ -161,6 +161,42 @@ TEST_P(StretchesIn, AreThePiecesJoinedWhereNothingLiesBetweenThem) {
   }
 }
 
+// What was lent is written back to every rank, though its gradient is gone by then; and what was not is not counted as updated.
+TEST_P(StretchesIn, AndPiecesGoBackThoughGradientsAreClearedBeforeTheStepEnds) {
+  for (const bool flat : {false, true}) {
+    for (const bool clears : {false, true}) {
+      run_local(2, [&](World world) {
+        SCOPED_TRACE(c10::str(flat ? "flat" : "pieces", clears ? ", cleared" : ""));
+        at::Tensor a = at::zeros({37}, at::kDouble).requires_grad_(), b = at::zeros({21}, at::kDouble).requires_grad_();
+        Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, UserOptimizer{}, {.strategy = GetParam()});
+        Engine::Impl& impl = engine.impl();
+        for (int step = 1; step <= 3; ++step) {
+          (step == 2 ? a.sum() : a.sum() + b.sum()).backward();
+          engine.begin_step();
+          if (flat) {
+            for (const Stretch& one : impl.updater->lend_flat(impl.reducer->buckets()).all) {
+              at::Tensor(one.weight).sub_(one.gradient);
+            }
+          } else {
+            for (const Piece& one : engine.pieces()) {
+              if (one.gradient.defined()) at::Tensor(one.weight).sub_(one.gradient);
+            }
+          }
+          if (clears) engine.zero_grad();
+          engine.end_step();
+          engine.zero_grad();
+          const int of_b = step == 1 ? 1 : step - 1;
+          EXPECT_TRUE(engine.full_parameter(a).eq(-step).all().item<bool>()) << step;
+          EXPECT_TRUE(engine.full_parameter(b).eq(-of_b).all().item<bool>()) << step;
+          for (const Sink& sink : impl.reducer->sinks()) {
+            EXPECT_EQ(impl.updater->memory_of(sink).updates, sink.name == "a" ? step : of_b) << sink.name;
+          }
+        }
+      });
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, StretchesIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
