@@ -406,6 +406,10 @@ def safe(stage: int) -> dict[str, float]:
         if rank == 1:
             with torch.no_grad():
                 head.fill_(3.0)
+    if engine.zero_optimization_stage() == 3:
+        told = r"'head.weight' was changed inside zero.GatheredParameters\(modifier_rank=None\) and the change is lost; pass modifier_rank=R on"
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=told), deepspeed.zero.GatheredParameters([head]), torch.no_grad():
+            head.add_(1.0)
     wrong["gathered"] = float((utils.safe_get_full_fp32_param(head) - 3).abs().max())
     engine.backward(engine(*batch(rank, 1, torch.bfloat16)))
     engine.step()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._C import Error
 from .config import ConfigError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
         if enabled and modifier_rank and _built_inside and dist.is_initialized() and dist.get_world_size() > 1:
             _publish(given, modifier_rank)
         return
-    with contextlib.ExitStack() as whole:
+    with _in_these_words(), contextlib.ExitStack() as whole:
         for engine, mine in by_engine.items():
             whole.enter_context(engine.engine.gathered(mine, write=modifier_rank is not None))
         yield
@@ -198,6 +199,18 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
                     f"GatheredParameters(modifier_rank={modifier_rank}) needs torch.distributed; initialise it, or write on rank 0"
                 )
             _publish([param for mine in by_engine.values() for param in mine], modifier_rank)
+
+
+@contextlib.contextmanager
+def _in_these_words() -> Iterator[None]:
+    try:
+        yield
+    except Error as error:
+        said = str(error).replace("engine.gathered([...])", "zero.GatheredParameters(modifier_rank=None)")
+        said = said.replace("gather it with write=True, on every rank", "pass modifier_rank=R on every rank, the rank whose change counts")
+        if said == str(error):
+            raise
+        raise ConfigError(said.removeprefix("plumb: ")) from None
 
 
 def _publish(parameters: list[torch.Tensor], rank: int) -> None:
