@@ -261,6 +261,9 @@ class Pieces:
 
     def _put(self, leaf: torch.Tensor, state: dict[str, Any], parameter: torch.Tensor, begin: int) -> None:
         """What this rank needs of the state of a whole parameter."""
+        if leaf.dtype != parameter.dtype:  # a master: what is kept of it is of its dtype, as torch's load_state_dict has it
+            of_half = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dtype == parameter.dtype}
+            state = {**state, **{key: value.to(leaf.dtype) for key, value in of_half.items()}}
         if not self.whole:
             self.optimizer.state[leaf] = self._cut(state, parameter, leaf, begin)
         elif leaf.numel() == parameter.numel():
