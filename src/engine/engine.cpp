@@ -157,7 +157,6 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
   }
   try {
     check_together(world, failure);
-    check_same_model(world, parameters, buffers, optimizer, options);
     const Strategy& row = strategy(options.strategy);
     const bool sharded =
         row.parameter == Placement::sharded && mesh_of(row, options.mesh, world.size()).shard > 1 && !specs.empty();
@@ -169,6 +168,7 @@ Engine::Impl::Impl(World the_world, NamedTensors the_parameters, NamedTensors th
     }
     if (!sharded) specs.clear();
     const std::vector<int> unit_of = assign(parameters, specs);
+    check_same_model(world, parameters, unit_of, buffers, optimizer, options);
     reducer = std::make_shared<Reducer>(world, parameters, unit_of, options);
     reducer->on_open = [this] { scaler.begin_pass(reducer->buckets()); };
     const Where where{Where::Kind::setup, 0, 0, "the broadcast of rank 0's parameters"};

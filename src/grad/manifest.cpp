@@ -113,15 +113,16 @@ Lines settings(const Optimizer& optimizer, const Options& options) {
 }
 
 // One line per fact, so that the first line that differs is the first difference.
-std::vector<std::string> manifest(const NamedTensors& parameters, const NamedTensors& buffers,
-                                  const Optimizer& optimizer, const Options& options) {
+std::vector<std::string> manifest(const NamedTensors& parameters, const std::vector<int>& unit_of,
+                                  const NamedTensors& buffers, const Optimizer& optimizer, const Options& options) {
   std::vector<std::string> lines = settings(optimizer, options);
   lines.push_back(c10::str("the number of parameters is ", parameters.size()));
   for (size_t i = 0; i < parameters.size(); ++i) {
     const std::string& name = parameters[i].first;
     const auto group = std::ranges::find_if(options.groups, [&](const auto& g) { return g.match(name); });
     const std::string in = group == options.groups.end() ? "" : c10::str(", in group ", group - options.groups.begin());
-    lines.push_back(c10::str("parameter ", i, " is '", name, "', ", describe(parameters[i].second), in));
+    const std::string of = unit_of[i] < 0 ? "" : c10::str(", of unit ", unit_of[i]);
+    lines.push_back(c10::str("parameter ", i, " is '", name, "', ", describe(parameters[i].second), of, in));
   }
   lines.push_back(c10::str("the number of buffers is ", buffers.size()));
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -222,11 +223,11 @@ int64_t digest_of(const at::Tensor& tensor) {
   return digest.value();
 }
 
-void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                      const Optimizer& optimizer, const Options& options) {
+void check_same_model(const World& world, const NamedTensors& parameters, const std::vector<int>& unit_of,
+                      const NamedTensors& buffers, const Optimizer& optimizer, const Options& options) {
   if (world.size() == 1) return;
   const Where where{Where::Kind::setup, 0, 0, "the comparison of the models"};
-  const std::vector<std::string> mine = manifest(parameters, buffers, optimizer, options);
+  const std::vector<std::string> mine = manifest(parameters, unit_of, buffers, optimizer, options);
   std::string text;
   for (const std::string& line : mine) text += line + '\n';
   Digest digest;

@@ -5,11 +5,11 @@
 
 namespace plumb {
 
-// Compares names, order, shapes, strides, dtypes, devices' types, requires_grad, the optimizer with all its values, and
-// every option that numbers or messages depend on, over all ranks. Throws on every rank, naming the first difference.
-// Collective.
-void check_same_model(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                      const Optimizer& optimizer, const Options& options);
+// Compares names, order, shapes, strides, dtypes, devices' types, requires_grad, each parameter's unit, the optimizer with
+// all its values, and every option that numbers or messages depend on, over all ranks. Throws on every rank, naming the
+// first difference. Collective. `unit_of`: by parameter; -1: of none.
+void check_same_model(const World& world, const NamedTensors& parameters, const std::vector<int>& unit_of,
+                      const NamedTensors& buffers, const Optimizer& optimizer, const Options& options);
 
 // A number as short as it can be read back exactly.
 std::string shortest(double value);

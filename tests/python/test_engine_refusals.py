@@ -142,6 +142,24 @@ def test_what_is_no_model_on_one_rank_is_an_error_on_every_rank() -> None:
         assert expected in there and "rank 1 could not set up its engine" in there, there
 
 
+def other_units_on_rank_1() -> list[str]:
+    """Of the same shapes, so that nothing but their names tells them apart."""
+    said = []
+    for units in (["0", "1"], ["1"], []):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        with pytest.raises(plumb.Error) as refusal:
+            plumb.Engine(model, plumb.SGD(), strategy="zero3", units=units if plumb.world().rank == 1 else ["0"])
+        said.append(str(refusal.value))
+    return said
+
+
+def test_units_that_differ_are_an_error_on_every_rank() -> None:
+    for said in plumb.spawn(other_units_on_rank_1, 2, method="thread"):
+        assert "parameter 2 is '1.weight'" in said[0] and "of unit 1 on rank 1" in said[0], said[0]
+        for one in said[1:]:
+            assert "parameter 0 is '0.weight'" in one and "trained on rank 1, where" in one and "of unit 0 on rank 0" in one, one
+
+
 def changes_the_model() -> str:
     model = make()
     engine = plumb.Engine(model, plumb.SGD(lr=0.1))
