@@ -41,6 +41,7 @@ class Whole:
         self.settled: Callable[[], Any] | None = None  # the closure of this step
         self.stands_in = self.overtaken = False
         self.hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # gradients of a skipped step, by parameter
+        native.take_parameters_back()  # they are rank 0's now, and whatever changes them between steps changes them on every rank
 
     def _before(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if inside_a_step(self.optimizer):
@@ -65,6 +66,7 @@ class Whole:
     def _ended(self, *_: object) -> None:
         if not inside_a_step(self.optimizer):
             self._after()
+            self.native.take_parameters_back()
 
     def abandon(self) -> None:
         """If the optimizer threw in the middle of a step: its groups are the user's again."""
@@ -126,6 +128,8 @@ class Whole:
     def _settle(self) -> None:
         self.native.compare_settings(settings(self.optimizer, self.left))
         self.follow()
+        if self.stepping:  # a closure that is called again: the optimizer has changed them meanwhile
+            self.native.leave_parameters_to_user()
         self.info = self.native.step()
         self.stepping = True
         self.native.enter(updating=True)

@@ -312,6 +312,8 @@ void bind_engine(py::module_& module) {
       .def(
           "compare_settings", [](Self& self, Settings settings) { (*self).impl().user_settings = std::move(settings); },
           py::arg("settings"))
+      .def("leave_parameters_to_user", [](Self& self) { (*self).impl().reducer->leave_parameters_to_user(); })
+      .def("take_parameters_back", [](Self& self) { (*self).impl().reducer->take_parameters_back(); })
       .def(
           "compare_in_backwards",
           [](Self& self, Settings settings) { (*self).impl().reducer->settings_of_backwards = std::move(settings); },

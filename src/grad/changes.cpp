@@ -26,6 +26,11 @@ void Changes::remember_parameters(const std::deque<Sink>& sinks) {
   }
 }
 
+void Changes::take_parameters_back(const std::deque<Sink>& sinks) {
+  watches_parameters_ = team_.size() > 1;
+  remember_parameters(sinks);
+}
+
 bool Changes::changed(const Sink& sink) const {
   const auto index = static_cast<size_t>(sink.index);
   if (!sink.parameter.is_cpu() || index >= seen_.size()) return false;  // on a device, the host would have to wait

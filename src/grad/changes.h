@@ -14,9 +14,11 @@ class Changes {
  public:
   explicit Changes(Team& team) : team_(team), watches_parameters_(team.size() > 1) {}
 
-  // The parameters are as they should be now; alone, or without an optimizer of ours, nobody looks.
+  // The parameters are as they should be now; alone, or while somebody else steps them, nobody looks.
   void remember_parameters(const std::deque<Sink>& sinks);
   void leave_parameters_to_user() { watches_parameters_ = false; }
+  // The user's step over them has ended.
+  void take_parameters_back(const std::deque<Sink>& sinks);
   // By sink: whether the user changed it since then.
   std::vector<bool> changed_parameters(const std::deque<Sink>& sinks) const;
   // Whatever one rank changed must have the same values on all. Collective where somebody did.
@@ -40,7 +42,7 @@ class Changes {
   bool changed(const Sink& sink) const;
 
   Team& team_;
-  bool watches_parameters_;  // whether ranks could change them differently, and our optimizer alone should
+  bool watches_parameters_;  // whether ranks could change them differently, and a step alone should
   std::vector<Seen> seen_;   // by sink
   std::vector<bool> cleared_, touched_, intact_;
 };

@@ -111,6 +111,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // The parameters are as they should be now.
   void remember_parameters();
   void leave_parameters_to_user() { changes_.leave_parameters_to_user(); }
+  void take_parameters_back() { changes_.take_parameters_back(sinks()); }
 
   Team& team() { return team_; }
   const Options& options() const { return options_; }

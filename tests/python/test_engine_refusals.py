@@ -160,6 +160,50 @@ def test_units_that_differ_are_an_error_on_every_rank() -> None:
             assert "parameter 0 is '0.weight'" in one and "trained on rank 1, where" in one and "of unit 0 on rank 0" in one, one
 
 
+def changes_a_parameter_alone(when: int, how: str) -> list[str]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = plumb.Engine(model, optimizer)
+    said = []
+    for i in range(3):
+        Play(model, engine.world.rank, 2, 1.0).loss(i).backward()
+        with torch.no_grad():
+            model.last.weight.mul_(1.5)  # alike
+            if i == when and engine.world.rank == 1:
+                model.first.bias.add_(1.0)
+        try:
+            optimizer.step(*((lambda: 1.0,) if how == "with a closure" else ()))
+            said.append("")
+        except plumb.Error as error:
+            said.append(str(error))
+            break
+        engine.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("how", ["without a closure", "with a closure"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_parameter_that_one_rank_changed_under_torchs_optimizer_is_an_error_on_every_rank(when: int, how: str) -> None:
+    for rank, said in enumerate(plumb.spawn(changes_a_parameter_alone, 2, (when, how), method="thread")):
+        assert said[:-1] == [""] * when, said
+        assert f"rank {rank}: parameter 'first.bias' was changed between steps, and has other values on rank 1" in said[-1], said
+
+
+def embeds_within_a_norm() -> list[str]:
+    """Each rank's forward writes the rows that it looks up."""
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5))
+    engine = plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([engine.world.rank])).sum().backward()
+    with pytest.raises(plumb.Error) as refusal:
+        engine.step()
+    return [str(refusal.value)]
+
+
+def test_an_embedding_that_writes_its_rows_is_refused_where_ranks_look_up_others() -> None:
+    for (said,) in plumb.spawn(embeds_within_a_norm, 2, method="thread"):
+        assert "parameter '0.weight' was changed between steps" in said, said
+
+
 def changes_the_model() -> str:
     model = make()
     engine = plumb.Engine(model, plumb.SGD(lr=0.1))
