@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -229,7 +230,8 @@ std::function<void()> HierarchyBackend::narrowed(const at::Tensor& wide, const a
                                                  Reduction reduction) const {
   return [=, size = size_] {
     at::Tensor result = plain(wide);
-    if (reduction == Reduction::average) result.div_(size);
+    // Complex numbers part by part, as every backend divides them.
+    if (reduction == Reduction::average) (result.is_complex() ? at::view_as_real(result) : result).div_(size);
     if (result.const_data_ptr() != tensor.const_data_ptr()) plain(tensor).copy_(result);
   };
 }

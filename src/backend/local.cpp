@@ -36,8 +36,9 @@ class LocalWork final : public c10d::Work {
       if (done && exception_) std::rethrow_exception(exception_);
     }
     if (!done) {
-      throw Error(hub_->name(rank_), "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) +
-                             " for " + (peer_ < 0 ? hub_->missing(number_) : "rank " + std::to_string(hub_->name(peer_))));
+      throw Error(hub_->name(rank_),
+                  "waited " + std::to_string(limit.count()) + " ms in " + c10d::opTypeToString(opType_) + " for " +
+                      (peer_ < 0 ? hub_->missing(number_) : "rank " + std::to_string(hub_->name(peer_))));
     }
     return true;
   }
@@ -280,8 +281,8 @@ c10::intrusive_ptr<c10d::Work> LocalHub::arrive(int rank, LocalCall call) {
   }
   for (int r = 0; r < size_; ++r) {
     if (!gone_[r] || next_[r] > number) continue;
-    const std::string text = describe(slot.calls[rank], *this) + " can never complete: rank " + std::to_string(name(r)) +
-                             " has ended its part; every rank must call the same collectives";
+    const std::string text = describe(slot.calls[rank], *this) + " can never complete: rank " +
+                             std::to_string(name(r)) + " has ended its part; every rank must call the same collectives";
     die(std::move(lock), [text](int me) { return std::make_exception_ptr(Error(me, text)); });
     return work;
   }
@@ -348,7 +349,8 @@ c10::intrusive_ptr<c10d::Work> LocalHub::receive(int rank, int from, int tag, co
   if (box->second.messages.empty()) {
     box->second.waiting.push_back({memory, work});
     if (gone_[from]) {
-      die(std::move(lock), [text = never_comes(name(from))](int me) { return std::make_exception_ptr(Error(me, text)); });
+      die(std::move(lock),
+          [text = never_comes(name(from))](int me) { return std::make_exception_ptr(Error(me, text)); });
     }
     return work;
   }
@@ -394,7 +396,8 @@ void LocalHub::leave(int rank) {
   const Slot& slot = slots_[std::max<int64_t>(next_[rank] - first_, 0)];
   for (int r = 0; r < size_; ++r) {
     if (!slot.works[r]) continue;
-    const std::string text = describe(slot.calls[r], *this) + " can never complete: rank " + std::to_string(name(rank)) +
+    const std::string text = describe(slot.calls[r], *this) + " can never complete: rank " +
+                             std::to_string(name(rank)) +
                              " has ended its part; every rank must call the same collectives";
     die(std::move(lock), [text](int me) { return std::make_exception_ptr(Error(me, text)); });
     return;

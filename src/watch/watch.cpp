@@ -41,6 +41,9 @@ bool speaks_of_time(const std::string& text) {
   return text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos;
 }
 
+// Whether the wait of this ticket is for rank `rank`, among others.
+bool needs(const Ticket& ticket, int rank) { return !ticket.members || std::ranges::count(*ticket.members, rank) > 0; }
+
 bool same_place(const Where& a, const Where& b) { return a.kind == b.kind && a.step == b.step && a.pass == b.pass; }
 
 // "is in backward 2 of step 5", "called step() after 1 backward".
@@ -188,7 +191,7 @@ void Watch::look(Vigil& vigil) {
     Vigil::Seen& seen = vigil.seen[r];
     const Ticket& mine = vigil.ticket;
     const Ticket& its = report.ticket;
-    const bool needed = !mine.members || std::ranges::count(*mine.members, r) > 0;
+    const bool needed = needs(mine, r);
     const bool absent = needed && report.issued[mine.group] < mine.number;
     const bool waits = report.state == Report::State::waiting || report.state == Report::State::failed;
     const bool differs = waits && needed && mine.what != its.what && mine.circle != 0 && mine.circle == its.circle &&
@@ -303,7 +306,7 @@ void Watch::time_out(const Where& where, const Ticket& ticket, Clock::duration w
     const auto& [report, changed] = (*heard)[r];
     if (r == rank_) continue;
     if (report.state == Report::State::failed) follow(r, report, where);
-    if (report.issued[ticket.group] >= ticket.number) {
+    if (report.issued[ticket.group] >= ticket.number || !needs(ticket, r)) {
       if (report.state == Report::State::waiting && ++told <= most_told) {
         waiting += "; rank " + std::to_string(r) + " " + describe(report);
       }

@@ -152,6 +152,29 @@ TEST(Hierarchy, OneStreamPerMachineCrosses) {
   }
 }
 
+// Sums cross in the type that they are kept in; what is only carried crosses as it is.
+TEST(Hierarchy, NarrowNumbersCrossAsWideSums) {
+  constexpr int64_t numel = 1200;
+  for (const auto dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kLong}) {
+    expect_all_well(on_machines({2, 1}, [&](int rank, const Backend& backend, Wire& wire) {
+      const int64_t item = static_cast<int64_t>(c10::elementSize(dtype)), kept = std::max<int64_t>(item, 4);
+      const auto crossed = [&](const auto& call) {
+        const int64_t before = total(wire).bytes;
+        call();
+        return rank == 1 ? 0 : total(wire).bytes - before;
+      };
+      const int64_t others = rank == 0 ? 1 : 2;  // ranks of the other machine
+      const at::Tensor whole = at::ones({numel}, dtype);
+      EXPECT_EQ(crossed([&] { all_reduce(*backend, whole)->wait(seconds(60)); }), rank == 1 ? 0 : numel * kept);
+      at::Tensor shard = at::ones({numel / 3}, dtype), full = at::ones({numel}, dtype);
+      EXPECT_EQ(crossed([&] { backend->_reduce_scatter_base(shard, full)->wait(seconds(60)); }),
+                rank == 1 ? 0 : others * (numel / 3) * kept);
+      EXPECT_EQ(crossed([&] { backend->_allgather_base(full, shard)->wait(seconds(60)); }),
+                rank == 1 ? 0 : (3 - others) * (numel / 3) * item);
+    }));
+  }
+}
+
 // Two ranks of one machine, or of two, that gather different things of one size: nobody's memory is filled, nothing ends.
 TEST(Hierarchy, GathersThatDifferNeverFillEachOthersMemory) {
   for (const int astray : {1, 2}) {

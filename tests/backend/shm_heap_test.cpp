@@ -155,6 +155,14 @@ TEST(ShmHeap, LendsBlocksInPowersOfTwoAndKeepsALimitedNumberOfThemAsTheyAre) {
       EXPECT_TRUE(holds(heap, again, 5)) << "taken from somewhere else, or zeroed for nothing";
       heap.free(again);
     }
+    // Whoever wants less leaves the larger ones to those that want them.
+    const Block large = heap.borrow(8 * page);
+    heap.give_back(large);
+    const Block small = heap.borrow(page), large_again = heap.borrow(8 * page);
+    EXPECT_NE(small.offset, large.offset);
+    EXPECT_EQ(large_again.offset, large.offset);
+    heap.free(small);
+    heap.free(large_again);
     // 64 MiB of what came back stay; the rest is free memory again.
     std::vector<Block> blocks;
     for (int i = 0; i < 5; ++i) {

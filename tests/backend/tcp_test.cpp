@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -293,6 +294,9 @@ TEST(Tcp, ArgumentsThatCannotBeCarriedAreRefusedBeforeAnybodyWaits) {
     EXPECT_ANY_THROW(all_reduce(backend, at::ones({4}, at::kBool)));
     std::vector<at::Tensor> one{at::ones({4})};
     EXPECT_ANY_THROW(backend->send(one, 2, 1));
+    at::Tensor input = at::ones({4}), output = at::ones({4});
+    std::vector<int64_t> sent{2, 2}, expected{1, 3};
+    EXPECT_ANY_THROW(backend->alltoall_base(output, input, expected, sent));  // neither rank gives itself what it takes
     c10d::AllreduceOptions product;
     product.reduceOp = c10d::ReduceOp::PRODUCT;
     EXPECT_ANY_THROW(backend->allreduce(one, product));
@@ -378,6 +382,60 @@ TEST(Tcp, ManyRanksCallManyThingsAtOnce) {
       for (int r = 0; r < size; ++r) expect_all(full.narrow(0, r * 300, 300), 10.0 * r + turn);
     }
   }));
+}
+
+// A rank's greeting, and whatever follows, come as the network cuts them.
+TEST(Tcp, WhatComesInPiecesIsPutTogether) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto backend = make_tcp_backend(store, 0, 2, "127.0.0.1", kPatience);
+  std::istringstream text(store->get_to_str("socket/0"));
+  int port = 0;
+  uint64_t secret = 0;
+  text >> port >> secret;
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  const int on = 1;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  sockaddr_in there{};
+  there.sin_family = AF_INET;
+  there.sin_port = htons(static_cast<uint16_t>(port));
+  there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::connect(fd, reinterpret_cast<sockaddr*>(&there), sizeof there), 0);
+  const at::Tensor memory = at::zeros({3}, at::kLong);
+  std::vector<at::Tensor> one{memory};
+  const WorkPtr work = backend->recv(one, 1, 5);
+  // Who it is, on the lane of messages; then a message's head and its numbers.
+  std::string bytes(24 + 16 + 24, '\0');
+  const std::array<uint32_t, 4> said{0x504c4d42, 1, 0, 0};
+  const std::array<uint64_t, 5> sent{(uint64_t{1} << 63) | 5, 24, 10, 20, 30};
+  std::memcpy(bytes.data(), &secret, 8);
+  std::memcpy(bytes.data() + 8, said.data(), 16);
+  std::memcpy(bytes.data() + 24, sent.data(), 40);
+  for (const char& byte : bytes) {
+    EXPECT_FALSE(work->isCompleted());
+    ASSERT_EQ(::send(fd, &byte, 1, MSG_NOSIGNAL), 1);
+    for (int look = 0; look < 3; ++look) (void)work->isCompleted();
+  }
+  work->wait(seconds(60));
+  EXPECT_TRUE(memory.equal(at::tensor({10, 20, 30}, at::kLong)));
+  ::close(fd);
+}
+
+// The sum so far is what the next rank gets, though more is added while it is on its way.
+TEST(Tcp, ACombinationThatFillsTheNetworkIsEverybodysOnce) {
+  constexpr int64_t numel = 1'000'000;
+  for (const int size : {2, 5}) {
+    expect_all_well(on_tcp(size, [&](int rank, const BackendPtr& backend) {
+      std::mutex issuing;
+      Links links(backend, issuing, std::make_shared<Wire>(), Cargo::control);
+      const at::Tensor mine = at::full({numel}, int64_t{1} << (4 * rank), at::kLong);
+      links.start(combination(rank, size, mine, [&](const at::Tensor& theirs) { mine.add_(theirs); }), 7)
+          ->wait(seconds(60));
+      int64_t all = 0;
+      for (int r = 0; r < size; ++r) all += int64_t{1} << (4 * r);
+      EXPECT_TRUE(mine.eq(all).all().item<bool>()) << rank << " of " << size;
+      backend->barrier()->wait(seconds(60));
+    }));
+  }
 }
 
 // Somebody who connects without knowing the secret is nobody, whatever rank it says it is.

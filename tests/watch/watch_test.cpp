@@ -30,6 +30,20 @@ TEST(Watch, NamesWhoDidNotCome) {
   EXPECT_EQ(scene.published.front().ticket.number, 7);
 }
 
+// Along an axis: who is no part of it is not what is waited for, however far behind.
+TEST(Watch, NamesWhoDidNotComeOfThoseItWaitsFor) {
+  const Ticket axis{.group = data_index, .number = 7, .members = std::make_shared<std::vector<int>>(std::vector{1, 3})};
+  Scene behind;
+  EXPECT_THAT(behind.waiting(axis),
+              AllOf(HasSubstr("rank 3 did not come: it "), Not(HasSubstr("rank 0")), Not(HasSubstr("rank 2"))));
+  Scene stopped;
+  stopped.beats = true;
+  stopped.came(3);
+  stopped.heard[3].changed = Clock::now() - seconds(3600);
+  EXPECT_THAT(stopped.waiting(axis),
+              AllOf(HasSubstr("rank 3 came, and was last heard of 36"), Not(HasSubstr("did not come"))));
+}
+
 TEST(Watch, SaysWhenAMissingRankWasLastHeardOf) {
   Scene scene;
   scene.beats = true;

@@ -75,6 +75,23 @@ void check_verbs(Group group, const std::vector<int64_t>& members, int me) {
       EXPECT_TRUE(told.equal(of(members[root], each)));
     }
   }
+  // What is only carried has any dtype.
+  for (const auto dtype : {at::kBool, at::kChar, at::kShort, at::kBFloat16, at::kDouble, at::kComplexFloat}) {
+    const auto values = [&](int64_t rank) { return (at::arange(5) + rank).remainder(3).to(dtype); };
+    std::vector<at::Tensor> all, sent, received;
+    for (int r = 0; r < size; ++r) {
+      at::Tensor told = values(me);
+      group.broadcast(told, r).wait(here);
+      EXPECT_TRUE(told.equal(values(members[r]))) << dtype;
+      all.push_back(values(members[r]));
+      sent.push_back(values(me + 2 * members[r]));
+      received.push_back(values(members[r] + 2 * me));
+    }
+    at::Tensor gathered = at::zeros({5 * size}, dtype);
+    group.all_gather(gathered, values(me)).wait(here);
+    EXPECT_TRUE(gathered.equal(at::cat(all))) << dtype;
+    EXPECT_TRUE(group.all_to_all(at::cat(sent), here).equal(at::cat(received))) << dtype;
+  }
   group.barrier().wait(here);
 }
 
@@ -124,7 +141,9 @@ TEST(Carried, EveryVerbAmongTheRanksOfEveryGroup) {
         }
       }
       std::vector<std::string> right;
-      for (int r = 0; r < size; ++r) right.push_back(std::string(static_cast<size_t>(7 * r), 'x') + std::to_string(r));
+      for (int r = 0; r < size; ++r) {
+        right.push_back(std::string(static_cast<size_t>(7 * r), 'x') + '\0' + std::to_string(r));
+      }
       EXPECT_EQ(exchange_text(world, right[me], here), right);
       EXPECT_EQ(exchange_text(world, "", here), std::vector<std::string>(size));
       world.barrier();

@@ -82,10 +82,10 @@ TEST(Groups, TellEachOtherTheSameWhateverCarriesIt) {
       for (Group group : {data_group(world), control_group(world)}) {
         EXPECT_EQ(members(group, rank), (std::vector<int64_t>{0, 1, 2}));
         const std::vector<int64_t> bits = {int64_t{1} << rank, ~(int64_t{1} << rank)};
-        const Group::Combined all = group.combine(bits, std::vector<double>{0.5 * rank}, here);
+        const Group::Combined all = group.combine(bits, std::vector<double>{0.5 * rank, 2.0, -1.0 * rank}, here);
         EXPECT_EQ(all.any, (std::vector<int64_t>{7, -1}));
         EXPECT_EQ(all.every, (std::vector<int64_t>{0, ~int64_t{7}}));
-        EXPECT_EQ(all.sums, std::vector<double>{1.5});
+        EXPECT_EQ(all.sums, (std::vector<double>{1.5, 6.0, -3.0}));
       }
       world.barrier();
     }));

@@ -87,7 +87,8 @@ TEST_P(HostMessages, GatherFillsEveryWholeWithOneMessageToEachRank) {
   run_local(ranks, [&](World world) {
     Group group = control_group(world);
     ASSERT_TRUE(group.names_gathers());
-    for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{7}, std::vector<int64_t>{3, 1, 20}}) {
+    for (const std::vector<int64_t>& sizes :
+         {std::vector<int64_t>{7}, std::vector<int64_t>{3, 1, 20}, std::vector<int64_t>{2, 0, 5}}) {
       std::vector<Group::Part> parts;
       for (const int64_t size : sizes) {
         parts.push_back({at::full({size}, world.rank() + 0.5), at::empty({size * ranks})});

@@ -229,6 +229,25 @@ TEST(Settling, NamesEverybodyWhoDidNotCome) {
   EXPECT_THAT(settled({place(1, 3), place(2, 3)}, seconds(1)), ::testing::Each(HasSubstr("did not hear of rank 0;")));
 }
 
+// However the time goes: what was waited for rank 0 is not waited for the others once more.
+TEST(Settling, HasOneTimeForAllOfItsWaits) {
+  struct Slow : c10d::HashStore {
+    using c10d::HashStore::wait;
+    std::vector<milliseconds> asked;
+    void wait(const std::vector<std::string>&, const milliseconds& timeout) override {
+      asked.push_back(timeout);
+      std::this_thread::sleep_for(milliseconds(300));
+      if (asked.size() > 1) throw std::runtime_error("nobody came");
+    }
+  };
+  const auto store = c10::make_intrusive<Slow>();
+  store->set("claim/0", bytes_of("0\n3\n1\nWORLD_SIZE=3\nhost\n\n"));
+  EXPECT_THROW(Rendezvous(place(1, 3), StorePtr(store), seconds(60)).settle(), Error);
+  ASSERT_EQ(store->asked.size(), 2u);
+  EXPECT_LE(store->asked[0], seconds(60));
+  EXPECT_LE(store->asked[1], milliseconds(59'700));
+}
+
 // Everybody hears both claims, by the numbers of their ranks.
 TEST(Settling, TwoSizesEndItForAllOfThem) {
   Place other = place(1, 3);

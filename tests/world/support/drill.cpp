@@ -99,10 +99,14 @@ void Job::issue(c10d::Backend& backend) {
     work = backend.barrier();
     return;
   }
-  input = make(in_count);
-  input.copy_(data_of(rank, salt, in_count, dtype));
   const bool in_place = verb == Verb::all_reduce || verb == Verb::broadcast;
-  output = in_place ? input : make(out_count);
+  const bool gathered_inside = inside && verb == Verb::all_gather,
+             scattered_inside = inside && verb == Verb::reduce_scatter;
+  if (gathered_inside) output = make(out_count);
+  input = gathered_inside ? output.narrow(0, rank * numel, numel) : make(in_count);
+  input.copy_(data_of(rank, salt, in_count, dtype));
+  if (scattered_inside) output = input.narrow(0, rank * numel, numel);
+  if (!gathered_inside && !scattered_inside) output = in_place ? input : make(out_count);
   std::vector<at::Tensor> one{input};
   if (verb == Verb::all_reduce) {
     c10d::AllreduceOptions options;
@@ -126,15 +130,18 @@ void Job::issue(c10d::Backend& backend) {
 void Job::finish(c10d::Backend& backend) {
   work->wait(std::chrono::seconds(60));
   if (verb == Verb::barrier) return;
-  if (same_bits(output, expected(*this, backend.getRank(), backend.getSize()))) {
+  const bool written = verb == Verb::all_reduce || verb == Verb::broadcast || inside;
+  const bool kept = written || same_bits(input, data_of(backend.getRank(), salt, input.numel(), dtype));
+  if (kept && same_bits(output, expected(*this, backend.getRank(), backend.getSize()))) {
     input.reset();
     output.reset();
     return;
   }
   std::ostringstream text;
-  text << "rank " << backend.getRank() << " of " << backend.getSize() << ": wrong result of verb "
-       << static_cast<int>(verb) << ", " << numel << " " << dtype << ", reduction " << static_cast<int>(reduction)
-       << ", root " << root << ", salt " << salt << ", memory " << static_cast<int>(memory);
+  text << "rank " << backend.getRank() << " of " << backend.getSize() << ": wrong " << (kept ? "result" : "input")
+       << " of verb " << static_cast<int>(verb) << ", " << numel << " " << dtype << ", reduction "
+       << static_cast<int>(reduction) << ", root " << root << ", salt " << salt << ", memory "
+       << static_cast<int>(memory) << (inside ? ", inside" : "");
   throw std::runtime_error(text.str());
 }
 
@@ -161,8 +168,9 @@ void drill(c10d::Backend& backend) {
           const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce_scatter;
           if (reduces && dtype == at::kBool) continue;
           run({.verb = verb, .dtype = dtype, .numel = numel, .root = backend.getSize() - 1, .memory = memory});
-          if (!reduces || bytes > 16'000 || at::isComplexType(dtype)) continue;
+          if (!reduces || bytes > 16'000) continue;
           for (const auto reduction : {c10d::ReduceOp::MIN, c10d::ReduceOp::MAX, c10d::ReduceOp::AVG}) {
+            if (reduction != c10d::ReduceOp::AVG && at::isComplexType(dtype)) continue;
             if (reduction == c10d::ReduceOp::AVG && at::isIntegralType(dtype, true)) continue;
             run({.verb = verb, .dtype = dtype, .numel = numel, .reduction = reduction, .memory = memory});
           }
@@ -204,6 +212,19 @@ void drill_limits(c10d::Backend& backend) {
       }
     }
     if (verb == Verb::all_to_all) continue;
+    // In what is summed by units, too; and where the shard is a part of the whole.
+    for (const Memory memory : {Memory::ordinary, Memory::shared}) {
+      for (const int64_t numel : {int64_t{7}, int64_t{40'001}}) {
+        for (const auto reduction : {c10d::ReduceOp::AVG, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
+          if (verb != Verb::all_reduce && verb != Verb::reduce_scatter) break;
+          run({.verb = verb, .numel = numel, .reduction = reduction, .memory = memory});
+        }
+        if (verb != Verb::all_gather && verb != Verb::reduce_scatter) continue;
+        for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+          run({.verb = verb, .dtype = dtype, .numel = 20 * numel, .memory = memory, .inside = true});
+        }
+      }
+    }
     // One piece, and several.
     const int64_t piece = elements(4 << 20, verb, at::kFloat);
     for (const Memory memory : {Memory::ordinary, Memory::mixed}) {

@@ -22,12 +22,13 @@ struct Job {
   int root = 0;
   uint32_t salt = 0;  // other data for other salts
   Memory memory = Memory::ordinary;
+  bool inside = false;  // the shard is this rank's part of the whole: of what is gathered, or of what is scattered
 
   at::Tensor input{}, output{};
   c10::intrusive_ptr<c10d::Work> work{};
 
   void issue(c10d::Backend& backend);
-  // Waits, and throws std::runtime_error when the result is not, bit for bit, what it must be.
+  // Waits, and throws std::runtime_error when the result is not, bit for bit, what it must be, or the input is not any more.
   void finish(c10d::Backend& backend);
 };
 
