@@ -111,6 +111,20 @@ TEST(Load, GivesAnExtraBackWhatItHadThoughItIsWrittenInPlace) {
   EXPECT_TRUE(live.equal(at::ones({2})));
 }
 
+// Shares are of deterministic runs: what another one's options say of them means nothing.
+TEST(Load, OfARunThatHadNoSharesTakesAnyNumberOfThem) {
+  const Scratch scratch;
+  Model first(3);
+  Engine engine(World(), first, SGD{});
+  const std::string path = engine.save(scratch.path("all"));
+  for (const int shares : {1, 2, 4}) {
+    Model second(4);
+    Engine other(World(), second, SGD{}, {.deterministic = true, .virtual_ranks = shares});
+    EXPECT_TRUE(other.load(path).mismatches.empty()) << shares;
+    EXPECT_TRUE(second.parameters()[0].equal(first.parameters()[0]));
+  }
+}
+
 // More ranks than saved: each of the new ones draws numbers of its own, the same whenever this is loaded.
 TEST(Load, GivesEveryNewRankAGeneratorOfItsOwn) {
   const Scratch scratch;

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include "libtorch.h"
 
+#include <array>
+
 #include "save/support/folder.h"
 #include "save/support/trained.h"
 
@@ -123,14 +125,20 @@ TEST(Refill, AndLoadGiveEveryGroupItsOwnLearningRate) {
     Engine engine(World(), first, SGD{.lr = 1}, options), taker(World(), second, SGD{.lr = 1}, options),
         loader(World(), third, SGD{.lr = 1}, options);
     if (!draw.one_in(4)) engine.set_lr(draw.of<double>({0.125, 0.25}));
+    std::array<bool, 4> own{};
     for (int group = 0; group < 4; ++group) {
-      if (!draw.one_in(4)) engine.set_lr(group, draw.of<double>({0.125, 0.25}));
+      own[group] = options.groups[group].lr.has_value() || !draw.one_in(2);
+      if (own[group] && !draw.one_in(4)) engine.set_lr(group, draw.of<double>({0.125, 0.25}));
     }
     take(taker, state_of(engine));
     loader.load(engine.save(scratch.path("all")));
-    for (const Engine* other : {&taker, &loader}) {
+    for (Engine* other : {&taker, &loader}) {
       EXPECT_EQ(other->lr(), engine.lr());
       for (int group = 0; group < 4; ++group) EXPECT_EQ(other->lr(group), engine.lr(group)) << group;
+      other->set_lr(0.5);  // which groups without one of their own follow
+      for (int group = 0; group < 4; ++group) {
+        EXPECT_TRUE(own[group] || other->lr(group) == 0.5) << group;
+      }
     }
   }
 }
