@@ -80,6 +80,8 @@ void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool undecided) {
       cleared_[index] = true;
     } else if (sink.grad_shows_view() && sink.view.numel() > 0) {
       (sink.changed_in_place() ? touched_ : intact_)[index] = true;
+    } else if (sink.grad_mirrored() && sink.view.numel() > 0) {
+      (sink.changed_beside_view() ? touched_ : intact_)[index] = true;
     }
   }
 }

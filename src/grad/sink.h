@@ -40,8 +40,9 @@ struct Sink {
   at::Tensor view;      // this parameter's part of its bucket
   at::Tensor shown;     // the view as .grad holds it: where gradients are sharded, a piece that knows that it is one
   int64_t version = 0;  // of the view when the engine last left it
-  bool agreed = false;  // the ranks had agreed on .grad then
-  bool left = false;    // the user had left it so when an operation began to write it between passes
+  int64_t own_version = 0;  // and of the tensor that .grad keeps beside it, if there is one
+  bool agreed = false;      // the ranks had agreed on .grad then
+  bool left = false;        // the user had left it so when an operation began to write it between passes
   // What waits beside the piece in .grad for the next reduction: what operations wrote between passes where replicas hold the piece,
   // too; and what came while the bucket's reduction was on its way, and could not be waited for.
   at::Tensor apart;
@@ -76,8 +77,12 @@ struct Sink {
   void open_pass();
   void forget_contributions();
   // The engine leaves the view as it is now; whether the user changed it in place since.
-  void remember() { version = view.defined() ? view._version() : 0; }
+  void remember() {
+    version = view.defined() ? view._version() : 0;
+    own_version = grad_mirrored() ? grad()._version() : 0;
+  }
   bool changed_in_place() const { return grad_shows_view() && view._version() != version; }
+  bool changed_beside_view() const { return grad_mirrored() && grad()._version() != own_version; }
 
   // Brings the bucket in line with .grad. Afterwards the view holds this rank's gradient times `scale`, or zeros where
   // there is none; .grad is the view wherever that loses nothing. One pass over the memory.

@@ -14,14 +14,13 @@ using namespace test;
 class AbsenceIn : public testing::TestWithParam<std::string> {};
 
 // Drawn: who leaves when, what each backward reaches on which rank, whether gradients are cleared before it, in many buckets or one,
-// and whether sums are divided by all ranks or by those who are there.
+// whether they have a graph of their own, and whether sums are divided by all ranks or by those who are there.
 TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
   for (uint64_t seed = 1; seed <= 40 && !HasFailure(); ++seed) {
     Draw plan(seed);
     const int ranks = static_cast<int>(plan.whole(2, 4));
     std::vector<int64_t> leaves;  // by rank: after so many backwards; rank 0 stays
     for (int rank = 0; rank < ranks; ++rank) leaves.push_back(rank == 0 ? 6 : plan.whole(0, 5));
-    const bool by_all = plan.one_in(2);
     const int64_t bucket_bytes = plan.of<int64_t>({100, 4 << 20});
     run_local(ranks, [&](World world) {
       SCOPED_TRACE(c10::str("seed ", seed, ", rank ", world.rank(), " of ", ranks));
@@ -41,9 +40,9 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
         const auto is_there = [&](int rank) { return pass < leaves[static_cast<size_t>(rank)]; };
         int there = 0;
         for (int rank = 0; rank < ranks; ++rank) there += is_there(rank) ? 1 : 0;
-        const int divisor = by_all ? ranks : there;
+        const int divisor = draw.one_in(2) ? ranks : there;
         reducer.divide_by(divisor);
-        const bool clears = draw.one_in(3);
+        const bool clears = draw.one_in(3), graphs = draw.one_in(3);
         if (clears) {
           for (at::Tensor& one : wanted) one.reset();
           if (is_there(world.rank())) engine.zero_grad();
@@ -71,7 +70,13 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
           }
           continue;
         }
-        engine.backward(loss);
+        if (graphs && loss.defined()) {
+          // Gradients that have a graph of their own keep their tensors.
+          (loss * at::ones({}, at::kDouble).requires_grad_())
+              .backward({}, /*retain_graph=*/false, /*create_graph=*/true);
+        } else {
+          engine.backward(loss);
+        }
         for (size_t i = 0; i < parameters.size(); ++i) {
           const at::Tensor& found = parameters[i].grad();
           ASSERT_EQ(found.defined(), wanted[i].defined()) << i;
