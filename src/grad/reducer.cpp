@@ -149,7 +149,10 @@ void Reducer::join_pass(Sink& sink, bool contributes) {
     if (!summing_->may_wait()) return;  // it is kept apart
     summing_->finish(bucket, here(Where::Kind::backward, "a later gradient of '" + sink.name + "'"));
     // It is added to the mean that is there by now, also where this rank had nothing or keeps a tensor of its own.
-    if (contributes) sink.adopt(true);
+    if (contributes) {
+      sink.adopt(true);
+      sink.go_on_alone();
+    }
   }
 }
 

@@ -91,6 +91,8 @@ struct Sink {
   bool must_settle_now() const;
   // Brings .grad in line with the bucket after a reduction. `used`: some rank had a gradient.
   void adopt(bool used);
+  // More is about to be added to a .grad beside the view, which the bucket's reduction has not seen.
+  void go_on_alone() { mirror_ = decltype(mirror_)(no_tensor()); }
   // Moves the gradient to its place in another bucket; contract 1: any old gradient survives.
   void bind(const Slot& new_slot, const at::Tensor& new_view);
   // The bucket has other memory; what it holds comes along. A gradient keeps its dtype.
@@ -109,6 +111,7 @@ struct Sink {
   void make_whole(const Range& piece, double copies);
 
  private:
+  static c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> no_tensor() { return {}; }
   void mirror() { mirror_ = decltype(mirror_)(grad().getIntrusivePtr()); }
   // Weak: whether a gradient stays alive is the user's business.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> mirror_{

@@ -338,6 +338,27 @@ TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeTheStep) {
   });
 }
 
+// Whatever a pass brings of it, also when its reduction is on its way.
+TEST(Assigned, AGradientThatHasAGraphTakesAllThatAPassBrings) {
+  for (const int times : {1, 2, 3}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({4}), b = leaf({4});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                    {.bucket_bytes = 8, .first_bucket_bytes = 8});
+      ((a + b).sum() * at::ones({}).requires_grad_()).backward({}, /*retain_graph=*/false, /*create_graph=*/true);
+      {
+        const Pass pass = engine.pass();
+        for (int i = 0; i < times; ++i) ((a + b).sum() * (world.rank() + 1)).backward();
+      }
+      EXPECT_TRUE(a.grad().eq(1 + 1.5 * times).all().item<bool>()) << times << ": " << a.grad();
+      EXPECT_TRUE(b.grad().eq(1 + 1.5 * times).all().item<bool>()) << times << ": " << b.grad();
+      engine.step();
+      EXPECT_TRUE(a.detach().eq(-1 - 1.5 * times).all().item<bool>());
+      for (const at::Tensor& p : {a, b}) p.mutable_grad().reset();
+    });
+  }
+}
+
 // And before an operation adds to it, in the engine's memory, which has not seen the change.
 TEST(Assigned, AGradientThatHasAGraphMayBeChangedBeforeAnOperationAddsToIt) {
   for (const bool inside : {false, true}) {

@@ -78,7 +78,7 @@ class Drawn {
       if (kind.rule) memory.set_grad_dtype(*kind.rule);
       values_.push_back(at::zeros(kind.shape, at::kDouble));
     }
-    gradients_.resize(kinds.size());
+    gradients_.assign(kinds.size(), std::vector<at::Tensor>(static_cast<size_t>(world_.size())));
     engine_ = std::make_unique<Engine>(world_, named_, NamedTensors{}, SGD{.lr = 0.5}, options);
     if (dear) engine_->impl().reducer->layout().small = 0;
     told_ = c10::str("seed ", seed, ", ", options.strategy, " on ", world_.size(), ", rank ", world_.rank(),
@@ -113,13 +113,25 @@ class Drawn {
     return all;
   }
 
-  void count(const std::vector<Contribution>& all) {
+  void count(const std::vector<Contribution>& all, size_t dropped = kinds.size()) {
     for (const Contribution& one : all) {
-      at::Tensor& sum = gradients_[one.parameter];
-      for (const at::Tensor& part : one.of_rank) {
-        if (part.defined()) sum = (sum.defined() ? sum : at::zeros_like(part)) + part / world_.size();
+      for (size_t rank = 0; rank < one.of_rank.size() && one.parameter != dropped; ++rank) {
+        const at::Tensor& part = one.of_rank[rank];
+        at::Tensor& sum = gradients_[one.parameter][rank];
+        if (part.defined()) sum = sum.defined() ? sum + part : part;
       }
     }
+  }
+  // The mean of what the ranks hold; undefined where none holds anything.
+  at::Tensor mean_of(size_t parameter) const {
+    at::Tensor mean;
+    for (const at::Tensor& sum : gradients_[parameter]) {
+      if (sum.defined()) mean = (mean.defined() ? mean : at::zeros_like(sum)) + sum / world_.size();
+    }
+    return mean;
+  }
+  void set_all(size_t parameter, const at::Tensor& value) {
+    for (at::Tensor& sum : gradients_[parameter]) sum = value;
   }
 
   const at::Tensor& parameter(const Contribution& one) const { return named_[one.parameter].second; }
@@ -208,7 +220,7 @@ class Drawn {
   }
 
   void move() {
-    const uint64_t what = random_() % 12;
+    const uint64_t what = random_() % 16;
     told_ += c10::str(" ", what);
     if (what < 6) {
       const std::vector<Contribution> all = draw(1, 6);
@@ -227,22 +239,31 @@ class Drawn {
       count(all);
     } else if (what == 6) {
       engine_->zero_grad();
-      for (at::Tensor& gradient : gradients_) gradient.reset();
+      for (size_t i = 0; i < kinds.size(); ++i) set_all(i, {});
     } else if (what == 7) {
       if (waits_ && strategy_ == "hsdp") return;  // refused: what waits would not be scaled
       for (size_t i = 0; i < kinds.size(); ++i) {
         at::Tensor& gradient = named_[i].second.mutable_grad();
         if (gradient.defined()) gradient.detach().mul_(0.5);
-        if (gradients_[i].defined()) gradients_[i] = gradients_[i] * 0.5;
+        for (at::Tensor& sum : gradients_[i]) {
+          if (sum.defined()) sum = sum * 0.5;
+        }
       }
     } else if (what == 8) {
       const size_t i = random_() % kinds.size();
-      gradients_[i] = at::full(kinds[i].shape, 3.0, at::kDouble);
-      named_[i].second.mutable_grad() = gradients_[i].to(kinds[i].rule.value_or(kinds[i].dtype)).contiguous().clone();
+      set_all(i, at::full(kinds[i].shape, 3.0, at::kDouble));
+      named_[i].second.mutable_grad() =
+          gradients_[i][0].to(kinds[i].rule.value_or(kinds[i].dtype)).contiguous().clone();
     } else if (what == 9) {
       const size_t i = random_() % kinds.size();
-      gradients_[i].reset();
+      set_all(i, {});
       named_[i].second.mutable_grad().reset();
+    } else if (what == 10) {
+      swap_memory();
+    } else if (what == 11) {
+      change_alone();
+    } else if (what < 14) {
+      with_a_graph(what == 13);
     } else {
       step();
       return;
@@ -250,12 +271,60 @@ class Drawn {
     compare_where_reduced();
   }
 
+  bool is_whole() const { return strategy_ == "ddp" || strategy_ == "zero1"; }
+
+  // A tensor in .grad is given other memory, with other values.
+  void swap_memory() {
+    const size_t i = random_() % kinds.size();
+    at::Tensor& gradient = named_[i].second.mutable_grad();
+    if (!is_whole() || waits_ || engine_->impl().reducer->holds() || !gradient.defined()) return;
+    gradient.set_data(gradient.detach() * 0.5);
+    set_all(i, mean_of(i) * 0.5);
+  }
+
+  // What is held is this rank's own, and may be changed or cleared by one rank alone.
+  void change_alone() {
+    const size_t i = random_() % kinds.size(), rank = random_() % static_cast<size_t>(world_.size());
+    const bool clears = random_() % 3 == 0;
+    if (!is_whole() || !engine_->impl().reducer->holds()) return;
+    at::Tensor& sum = gradients_[i][rank];
+    if (sum.defined()) sum = clears ? at::Tensor() : sum * 2;
+    at::Tensor& gradient = named_[i].second.mutable_grad();
+    if (static_cast<int>(rank) != world_.rank() || !gradient.defined()) return;
+    if (clears) {
+      gradient.reset();
+    } else {
+      gradient.detach().mul_(2);
+    }
+  }
+
+  // A backward whose gradients have a graph of their own; one of its parameters may have been frozen since the forward.
+  void with_a_graph(bool freezes) {
+    std::vector<Contribution> all = draw(1, 6);
+    at::Tensor loss = at::zeros({}, at::TensorOptions(at::kDouble)).requires_grad_() * 1;
+    for (const Contribution& one : all) {
+      if (mine(one).defined()) loss = loss + loss_of(one);
+    }
+    at::Tensor frozen = freezes ? parameter(all[0]) : at::Tensor();
+    if (freezes) frozen.set_requires_grad(false);
+    if (freezes) {
+      engine_->backward(loss);
+    } else {
+      const Pass pass = engine_->pass();  // a rank may have none of them
+      (loss * at::ones({}, at::kDouble).requires_grad_()).backward({}, /*retain_graph=*/false, /*create_graph=*/true);
+    }
+    if (freezes) frozen.set_requires_grad(true);
+    waits_ = waits_ && engine_->impl().reducer->holds();
+    count(all, freezes ? all[0].parameter : kinds.size());
+  }
+
   void step() {
     told_ += " step";
     engine_->step();
     waits_ = false;
     for (size_t i = 0; i < kinds.size(); ++i) {
-      if (gradients_[i].defined()) values_[i] = values_[i] - 0.5 * gradients_[i];
+      set_all(i, mean_of(i));
+      if (gradients_[i][0].defined()) values_[i] = values_[i] - 0.5 * gradients_[i][0];
       const double tolerance = kinds[i].dtype == at::kBFloat16 ? 1e-2 : 1e-5;
       const at::Tensor found = engine_->full_parameter(named_[i].second).to(at::kDouble);
       EXPECT_TRUE(at::allclose(found, values_[i], tolerance, tolerance))
@@ -267,11 +336,12 @@ class Drawn {
   void compare_where_reduced() {
     if (waits_ || engine_->impl().reducer->holds()) return;
     for (size_t i = 0; i < kinds.size(); ++i) {
-      const at::Tensor found = engine_->full_gradient(named_[i].second);
-      ASSERT_EQ(found.defined(), gradients_[i].defined()) << told_ << "\ngradient " << i;
+      set_all(i, mean_of(i));
+      const at::Tensor found = engine_->full_gradient(named_[i].second), &wanted = gradients_[i][0];
+      ASSERT_EQ(found.defined(), wanted.defined()) << told_ << "\ngradient " << i;
       if (!found.defined()) continue;
-      EXPECT_TRUE(at::allclose(found.to(at::kDouble), gradients_[i], 1e-5, 1e-5))
-          << told_ << "\ngradient " << i << " is off by " << (found - gradients_[i]).abs().max();
+      EXPECT_TRUE(at::allclose(found.to(at::kDouble), wanted, 1e-5, 1e-5))
+          << told_ << "\ngradient " << i << " is off by " << (found - wanted).abs().max();
     }
   }
 
@@ -280,7 +350,8 @@ class Drawn {
   std::mt19937_64 random_;  // draws the same on every rank
   World world_;
   NamedTensors named_;
-  std::vector<at::Tensor> values_, gradients_;  // of one process; an undefined gradient: none
+  std::vector<at::Tensor> values_;                  // of one process
+  std::vector<std::vector<at::Tensor>> gradients_;  // by parameter and rank, as if .grad were whole; undefined: none
   std::unique_ptr<Engine> engine_;
   bool waits_ = false;  // what was put off on some rank has come between two passes
   std::string told_;
