@@ -9,6 +9,14 @@
 
 namespace plumb {
 
+namespace {
+
+bool any_defined(const std::deque<Sink>& sinks) {
+  return std::ranges::any_of(sinks, [](const Sink& sink) { return sink.grad().defined(); });
+}
+
+}  // namespace
+
 // Small ones first: one is enough, and mostly it is among them.
 bool Weights::holds(const std::deque<Sink>& sinks) const {
   constexpr int64_t small_numel = 1 << 12;
@@ -42,7 +50,8 @@ void Weights::join(const std::deque<Sink>& sinks) {
         "a backward with a weight adds to gradients that are no sum of weighted losses (of the last step, or set "
         "by hand); clear them with zero_grad() first");
   }
-  if (held_ && !there) sum_ = before_ = 0;  // they were cleared, and what they weighed with them
+  // They were cleared, and what they weighed with them.
+  if ((held_ && !there) || (known_ && !any_defined(sinks))) sum_ = before_ = 0;
 }
 
 void Weights::weigh(double weight) {
@@ -53,6 +62,7 @@ void Weights::weigh(double weight) {
 void Weights::end_pass(const std::deque<Sink>& sinks) {
   counts_ = true;
   held_ = holds(sinks);
+  known_ = any_defined(sinks);
 }
 
 void Weights::add(const Agreement& all) {

@@ -48,6 +48,7 @@ class Weights {
   bool counts_ = false;  // one of them has ended well
   double factor_ = 1;    // see take_factor()
   bool held_ = false;    // gradients were there when the last of them ended
+  bool known_ = false;   // and some .grad was, though of zeros, or of no element on this rank
 };
 
 }  // namespace plumb

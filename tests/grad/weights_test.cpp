@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include "libtorch.h"
 
+#include <array>
 #include <limits>
+#include <random>
 
 #include "plumb/plumb.h"
 
@@ -190,6 +192,63 @@ TEST_P(WeightsIn, OfAPassBelongToAllOfItsBackwards) {
       run(false);
       engine.step();
       EXPECT_TRUE(torch::allclose(engine.full_parameter(model->weight), one_process_from(1)->weight, 1e-12, 1e-12));
+    });
+  }
+}
+
+// Drawn: backwards that succeed and fail, with weights of any size, gradients that were cleared by whom nobody told, and steps, of
+// parameters of which a rank may hold nothing.
+TEST_P(WeightsIn, OfAnyHistoryAreThoseOfTheGradientsThatAreThere) {
+  constexpr int everywhere = 2;
+  for (int seed = 1; seed <= 30 && !HasFailure(); ++seed) {
+    run_local(2, [&](World world) {
+      std::mt19937 random(seed);  // the same on every rank
+      const auto among = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+      const int64_t size = std::array{1, 3, 16, 50}[among(4)];
+      at::Tensor p = at::zeros({size}, at::kDouble).requires_grad_();
+      Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+      double value = 0, sum = 0, weight = 0;
+      std::string told = c10::str("seed ", seed, ", ", size, " elements:");
+      const auto clear = [&](bool aloud) {
+        aloud ? engine.zero_grad() : p.mutable_grad().reset();
+        sum = weight = 0;
+      };
+      const auto run = [&](int failing) {
+        const at::Tensor mine = p.detach() + p;  // a graph of its own
+        double own = 0, gradient = 0;
+        for (int rank = 0; rank < 2; ++rank) {
+          const int weighs = among(4) + (rank == 0 ? 1 : 0), brings = weighs == 0 ? 0 : 1 + among(5);
+          if (failing < 0) sum += brings;
+          if (failing < 0) weight += weighs;
+          if (rank != world.rank()) continue;
+          own = weighs;
+          gradient = brings;
+        }
+        const at::Tensor loss = own > 0 ? (mine * gradient).sum() : at::Tensor();
+        const auto fail = [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); };
+        if (failing == world.rank()) mine.register_hook(fail);
+        if (failing == everywhere && loss.defined()) loss.register_hook(fail);
+        engine.backward(loss, false, own);
+      };
+      for (int move = 0; move < 12; ++move) {
+        const int what = among(8);
+        told += c10::str(" ", what);
+        if (what < 3) {
+          run(-1);
+        } else if (what == 3) {
+          const bool partly = among(2) == 0;  // or before it brought anything
+          EXPECT_ANY_THROW(run(partly ? 0 : everywhere)) << told;
+          if (partly) clear(among(2) == 0);
+        } else if (what < 6) {
+          clear(what == 4);
+        } else if (weight > 0) {
+          engine.step();
+          value -= sum / weight;
+          EXPECT_TRUE(at::allclose(engine.full_parameter(p), at::full_like(p, value), 1e-9, 1e-9))
+              << told << ": " << engine.full_parameter(p)[0].item<double>() << " instead of " << value;
+          clear(true);
+        }
+      }
     });
   }
 }
