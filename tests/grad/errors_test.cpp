@@ -267,27 +267,33 @@ TEST(Ranks, ThatZeroAReducedGradientAloneGetAnError) {
                 Each(AllOf(HasSubstr("'layer.a'"), HasSubstr("changed in place on rank 1"))));
   }
 }
-// What is this rank's own until the next reduction may differ.
+// What is this rank's own until the next reduction may differ, also where it was added to what had been reduced.
 TEST(Ranks, MayClearOrChangeWhatIsNotReducedYet) {
-  EXPECT_THAT(errors(2,
-                     [](World world) {
-                       at::Tensor a = leaf({5}), b = leaf({7});
-                       Engine engine(world, {{"a", a}, {"b", b}}, {}, SGD{.lr = 1.0});
-                       for (int step = 0; step < 2; ++step) {
-                         {
-                           const auto held = engine.no_sync();
+  for (const double reduced : {0, 1}) {
+    EXPECT_THAT(errors(2,
+                       [&](World world) {
+                         at::Tensor a = leaf({5}), b = leaf({7});
+                         Engine engine(world, {{"a", a}, {"b", b}}, {}, SGD{.lr = 1.0});
+                         for (int step = 0; step < 2; ++step) {
+                           if (reduced > 0) (a.sum() + b.sum()).backward();
+                           {
+                             const auto held = engine.no_sync();
+                             (a.sum() + b.sum()).backward();
+                           }
+                           if (world.rank() == 0) b.mutable_grad().reset();
+                           if (world.rank() == 1) a.mutable_grad().mul_(3);
                            (a.sum() + b.sum()).backward();
+                           engine.step();
+                           engine.zero_grad();
                          }
-                         if (world.rank() == 0) b.mutable_grad().reset();
-                         if (world.rank() == 1) a.mutable_grad().mul_(3);
-                         (a.sum() + b.sum()).backward();
-                         engine.step();
-                         engine.zero_grad();
-                       }
-                       if (!a.detach().eq(-2 * (1.0 + (1.0 + 3.0) / 2)).all().item<bool>()) throw Error("a is wrong");
-                       if (!b.detach().eq(-2 * (1.0 + 0.5)).all().item<bool>()) throw Error("b is wrong");
-                     }),
-              Each("none"));
+                         const double mine = reduced + 1;
+                         if (!a.detach().eq(-2 * (1 + (mine + 3 * mine) / 2)).all().item<bool>())
+                           throw Error("a is wrong");
+                         if (!b.detach().eq(-2 * (1 + mine / 2)).all().item<bool>()) throw Error("b is wrong");
+                       }),
+                Each("none"))
+        << reduced;
+  }
 }
 TEST(Ranks, ThatChangeAParameterDifferentlyGetAnError) {
   for (const char* strategy : {"ddp", "zero2"}) {
