@@ -151,6 +151,25 @@ def what_an_optimizer_had_of_tensor_parallel_parameters_is_cut() -> None:
     _close(model, reference)
 
 
+def replicas_of_parts_of_tensor_parallelism() -> None:
+    for policy, limit in ((MixedPrecisionPolicy(), 1e-9), (MixedPrecisionPolicy(param_dtype=torch.float32), 1e-4)):
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicas", "shards", "tp"))
+        reference = _blocks()
+        model = _sharded(_over(mesh["tp"], copy.deepcopy(reference)), mesh["replicas", "shards"], mp_policy=policy)
+        mine, theirs = (torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, reference))
+        for step in range(2):
+            batch = _batch(mesh["replicas"], step)
+            model(batch if policy.param_dtype is None else batch.float()).pow(2).mean().backward()
+            reference(batch).pow(2).mean().backward()
+            reduce_gradients(reference)
+            for one in (mine, theirs):
+                one.step()
+                one.zero_grad()
+        for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            assert parameter.placements[0] == Replicate()
+            torch.testing.assert_close(parameter.full_tensor().detach(), whole.detach(), atol=limit, rtol=limit)
+
+
 def parts_that_are_no_parts_are_refused_by_name() -> None:
     dp, tp = _meshes()
     model = nn.Linear(4, 4)
@@ -166,5 +185,6 @@ ALL = [
     trains_parts_of_tensor_parallelism_as_one_process,
     state_of_tensor_parallel_parameters_is_of_whole_ones,
     what_an_optimizer_had_of_tensor_parallel_parameters_is_cut,
+    replicas_of_parts_of_tensor_parallelism,
     parts_that_are_no_parts_are_refused_by_name,
 ]
