@@ -17,6 +17,26 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ._C import Error
 
 
+class WholePart(DTensor):
+    """What a forward finds of a parameter: no leaf, but to whoever looks it is the parameter, with the gradient and the freezing of that."""
+
+    _is_param = True  # isinstance(…, nn.Parameter)
+    _sharded: Any
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        gradient: torch.Tensor | None = self._sharded.gradient()
+        return gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._sharded.set_gradient(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self._sharded.leaf.requires_grad_(requires_grad)
+        return self
+
+
 class Parallel:
     """How one parameter lies over the mesh of its tensor parallelism."""
 
@@ -52,13 +72,15 @@ class Parallel:
         mine = _StridedShard(cut.dim, split_factor=parts) if parts > 1 else cut
         return both, (*replicated, mine, *self.placements)
 
-    def show(self, leaf: torch.Tensor) -> Any:
-        """What a forward finds in its module: ``leaf``, gathered, as a part of the whole. Gradients of it are ``leaf``'s."""
+    def show(self, sharded: Any) -> Any:
+        """What a forward finds in its module: the leaf, gathered, as a part of the whole. Gradients of it are the leaf's."""
+        leaf: torch.Tensor = sharded.leaf
         with torch.enable_grad():
             shown: Any = DTensor.from_local(
                 leaf, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
             )
-        shown._is_param = True  # isinstance(shown, nn.Parameter)
+        shown.__class__ = WholePart
+        shown._sharded = sharded
         return shown
 
 

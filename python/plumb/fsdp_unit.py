@@ -98,7 +98,7 @@ class Unit:
                 parameter.check_places()
             self.door.enter()
             if not self.reshards and not self.held and self.entered == 0:
-                self._versions = [leaf._version for leaf in self.leaves]
+                self._versions = [one.version_in_use() for one in self.parameters]
             self.entered += 1
             engine.stack.append(self)
             for parameter in self.parameters:
@@ -178,7 +178,7 @@ class Unit:
     def keep(self, engine: "Engine") -> None:
         engine.native.keep(self.leaves)
         if self.entered == 0:
-            self._versions = [leaf._version for leaf in self.leaves]
+            self._versions = [one.version_in_use() for one in self.parameters]
         self.held = True
         for parameter in self.parameters:
             parameter.enter()
@@ -198,7 +198,7 @@ class Unit:
     def _note_changes(self, engine: "Engine") -> None:
         """What was written into whole parameters is in a copy that nobody else sees. (Units that reshard are looked at where they end.)"""
         for one, before in zip(self.parameters, self._versions, strict=True):
-            if one.leaf is not None and one.leaf._version != before:
+            if one.version_in_use() != before:
                 engine.lost = f"'{one.places[0].name}' of a {type(one.places[0].module).__name__}"
 
 

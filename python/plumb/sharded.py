@@ -191,6 +191,7 @@ class Sharded:
         self.whole, self.stride = mine.shape, cut.outermost(mine.shape)  # as forwards use it
         self._compute = compute if parameter.is_floating_point() else None
         self.uses = 0  # forwards under way
+        self._used: Any = None  # by those
         self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
         self.moved: Any = _nobody  # is told when what the user sees becomes another tensor
         self.factor = 1.0  # of this rank's contributions
@@ -366,14 +367,20 @@ class Sharded:
         self.uses += 1
         if self.uses == 1:
             assert self.leaf is not None
-            whole = self.leaf if self.parallel is None else self.parallel.show(self.leaf)
+            self._used = self.leaf if self.parallel is None else self.parallel.show(self)
             for place in self.places:
-                place.put(whole)
+                place.put(self._used)
 
     def leave(self) -> None:
         self.uses -= 1
         if self.uses == 0:
+            self._used = self.leaf
             self.show()
+
+    def version_in_use(self) -> int:
+        """Moves with every change in place of what forwards use."""
+        version = 0 if self.leaf is None else self.leaf._version
+        return version if self._used is None or self._used is self.leaf else version + int(self._used._version)
 
     # ---- the gradient
 

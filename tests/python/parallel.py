@@ -170,6 +170,36 @@ def replicas_of_parts_of_tensor_parallelism() -> None:
             torch.testing.assert_close(parameter.full_tensor().detach(), whole.detach(), atol=limit, rtol=limit)
 
 
+def what_a_forward_uses_of_tensor_parallelism_is_the_parameter() -> None:
+    dp, tp = _meshes()
+    reference = _blocks()
+    model = plumb.fully_shard(_over(tp, copy.deepcopy(reference)), mesh=dp)  # shows whole parameters from a forward to its backward
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def bias() -> torch.Tensor:
+        found: torch.Tensor = model[1].mlp.out_proj.bias
+        return found
+
+    for one in (model, reference):
+        one(_batch(dp, 0)).pow(2).mean().backward()
+        loss = one(_batch(dp, 1)).pow(2).mean()
+        assert one is reference or (isinstance(bias(), nn.Parameter) and bias().grad is not None and not bias().is_leaf)
+        one.zero_grad()
+        loss.backward()
+    reduce_gradients(reference)
+    _close(model, reference)
+    model(_batch(dp, 0))
+    bias().requires_grad_(False)
+    model.zero_grad()
+    model(_batch(dp, 0)).pow(2).mean().backward()
+    assert not bias().requires_grad and bias().grad is None and model[1].mlp.in_proj.bias.grad is not None
+    model(_batch(dp, 0))
+    with torch.no_grad():
+        bias().mul_(2)
+    with pytest.raises(plumb.Error, match="was changed while its module showed it whole"):
+        optimizer.step()
+
+
 def parts_that_are_no_parts_are_refused_by_name() -> None:
     dp, tp = _meshes()
     model = nn.Linear(4, 4)
@@ -186,5 +216,6 @@ ALL = [
     state_of_tensor_parallel_parameters_is_of_whole_ones,
     what_an_optimizer_had_of_tensor_parallel_parameters_is_cut,
     replicas_of_parts_of_tensor_parallelism,
+    what_a_forward_uses_of_tensor_parallelism_is_the_parameter,
     parts_that_are_no_parts_are_refused_by_name,
 ]
