@@ -13,21 +13,18 @@ import torch
 from torch import nn
 
 from .. import optim
-from .._C import Error, World
+from .._C import World
 from ..engine import Engine
 from ..world import world as _world
 from . import build, zero
 from .config import Config, ConfigError
+from .errors import NotHere
 from .methods import NOT_HERE
 from .optimizer import DeepSpeedOptimizer
 from .outside import Outside
 from .settings import Settings
 
 logger = logging.getLogger("plumb.deepspeed")
-
-
-class NotHere(Error, AttributeError):
-    """A method of DeepSpeed's that this engine does not have."""
 
 
 class _Share(torch.autograd.Function):

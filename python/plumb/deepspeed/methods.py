@@ -149,3 +149,19 @@ NOT_HERE: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": "no curricula",
     "set_data_post_process_func": "give the loader a collate_fn",
 }
+
+_PARTS = "the engine keeps the parts; utils.safe_get_full_* and safe_get_local_* read them, safe_set_* write"
+
+#: What DeepSpeed's optimizers keep for their engine, and programs find there.
+PARTITIONS: dict[str, str] = {
+    "averaged_gradients": _PARTS,
+    "bit16_groups": _PARTS,
+    "bit16_groups_flat": _PARTS,
+    "fp16_groups": _PARTS,
+    "fp16_partitioned_groups_flat": _PARTS,
+    "fp32_groups_flat": _PARTS,
+    "fp32_partitioned_groups_flat": _PARTS,
+    "leaf_parameters": _PARTS,
+    "single_partition_of_fp32_groups": _PARTS,
+    "unscale_and_clip_grads": "set 'gradient_clipping'; step() unscales and clips",
+}

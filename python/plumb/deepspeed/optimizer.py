@@ -8,6 +8,8 @@ import torch
 
 from .._C import StepInfo
 from .config import ConfigError
+from .errors import NotHere
+from .methods import PARTITIONS
 
 if TYPE_CHECKING:
     from .engine import DeepSpeedEngine
@@ -123,4 +125,7 @@ class DeepSpeedOptimizer:
         self.optimizer.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        inner = self.__dict__["optimizer"]
+        if name in PARTITIONS and not hasattr(inner, name):
+            raise NotHere(f"'{name}' of DeepSpeed's optimizers is not here: {PARTITIONS[name]}")
+        return getattr(inner, name)

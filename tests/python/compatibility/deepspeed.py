@@ -249,10 +249,23 @@ def method_entries() -> list[Entry]:
     return entries
 
 
+@functools.cache
+def with_parts() -> Any:
+    """An engine whose optimizer is wrapped, for questions that change nothing."""
+    return engine(zero_optimization={"stage": 1}).optimizer
+
+
+def optimizer_entries() -> list[Entry]:
+    return [
+        Entry(f"optimizer.{name}", State.RAISES, why, lambda name=name: getattr(with_parts(), name))
+        for name, why in methods.PARTITIONS.items()
+    ]
+
+
 def names() -> list[str]:
     return [f"argument {name}" for name in NAMES["arguments"]] + [f"key {name}" for name in all_keys()] + [
         f"method {name}" for name in NAMES["methods"]
-    ]  # fmt: skip
+    ] + [f"optimizer.{name}" for name in methods.PARTITIONS]  # fmt: skip
 
 
 def all_keys() -> set[str]:
@@ -317,6 +330,7 @@ TABLE = Table(
         *(Entry(f"argument {name}", *what) for name, what in ARGUMENTS.items()),
         *key_entries(),
         *method_entries(),
+        *optimizer_entries(),
     ),
     order=3,
 )
