@@ -34,6 +34,10 @@ def test_one_thread_and_two_ranks_unless_told_otherwise() -> None:
     assert plumb.spawn(lambda: (plumb.world().rank, plumb.world().size, torch.get_num_threads())) == [(0, 2, 1), (1, 2, 1)]
 
 
+def test_a_port_of_the_callers_own_is_kept() -> None:
+    assert plumb.spawn(lambda: os.environ["MASTER_PORT"], 1, env={"MASTER_PORT": "1234"}) == ["1234"]
+
+
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_no_ranks_are_refused(ranks: int) -> None:
     with pytest.raises(plumb.Error, match=f"spawn of {ranks} ranks"):
