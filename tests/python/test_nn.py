@@ -238,6 +238,37 @@ def test_copies_and_dtypes() -> None:
     assert layer.weight.grad is not None
 
 
+def test_layers_begin_as_torchs_do_and_have_the_biases_that_are_asked_for() -> None:
+    torch.manual_seed(3)
+    layers = {
+        plumb.nn.Linear(4, 400): {"weight": 4, "bias": 4},
+        plumb.nn.GroupedLinear(2, 4, 400, bias=True): {"weight": 4, "bias": 4},
+        plumb.nn.MoE(4, 400, experts=3, bias=True): {
+            "router.weight": 4, "experts.up": 4, "experts.down": 400, "experts.up_bias": 4, "experts.down_bias": 400,
+        },
+    }  # fmt: skip
+    for layer, wanted in layers.items():
+        assert {name for name, _ in layer.named_parameters()} == wanted.keys()
+        for name, fan_in in wanted.items():
+            largest = float(layer.get_parameter(name).detach().abs().max())
+            assert 0.5 * fan_in**-0.5 < largest <= fan_in**-0.5, (name, largest)
+
+
+def test_a_weight_that_was_exchanged_has_its_own_owner() -> None:
+    layer = plumb.nn.Linear(IN, OUT, fuse_wgrad_accumulation=True)
+    first = layer.weight
+    first.main_grad = torch.zeros_like(first)  # type: ignore[attr-defined]
+    layer(torch.ones(1, IN)).sum().backward()
+    layer.weight = nn.Parameter(first.detach().clone())
+    layer.weight.main_grad = torch.zeros_like(first)  # type: ignore[attr-defined]
+    layer(torch.ones(1, IN)).sum().backward()
+    for weight in (first, layer.weight):
+        assert weight.grad is None and weight.main_grad.eq(1).all()
+    layer.weight.main_grad = None  # type: ignore[attr-defined]
+    layer(torch.ones(1, IN)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.eq(1).all() and first.grad is None
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(plumb.Error, match="expected \\[..., 6\\]"):
         make("Linear")(torch.zeros(2, 5, dtype=torch.float64))

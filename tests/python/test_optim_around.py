@@ -192,3 +192,55 @@ def test_what_was_loaded_and_not_yet_stepped_is_saved_and_may_be_loaded_over(kin
     again.load(tmp_path / "fresh")
     train(anew, again, 5)
     assert same(anew, model) and kept(state) == kept(optimizer)
+
+
+class Keeps(torch.optim.SGD):
+    """Something of no parameter in particular, and a record of each."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            seen = self.state[p].setdefault("seen", {"count": 0, "last": None})
+            seen["count"] += 1
+            seen["last"] = None if p.grad is None else p.grad.norm()
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_beside_and_in_records_is_what_was_saved(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    optimizer = Keeps(model.parameters(), lr=0.1)
+    engine = plumb.Engine(model, optimizer)
+    engine.save(tmp_path / "fresh")
+    train_plain(model, engine, 2)
+    engine.save(tmp_path / "two")
+    last = optimizer.state[model.weight]["seen"]["last"].clone()
+    train_plain(model, engine, 3)
+    engine.load(tmp_path / "two")
+    state: dict[Any, Any] = optimizer.state
+    seen = state[model.weight]["seen"]
+    assert state["steps"] == 2 and seen["count"] == 2 and torch.equal(seen["last"], last)
+    engine.load(tmp_path / "fresh")
+    assert not state, "nothing had been kept then"
+
+
+def train_plain(model: nn.Module, engine: plumb.Engine, until: int) -> None:
+    while engine.steps < until:
+        model(torch.full((1, 3), float(engine.steps))).sum().backward()
+        engine.step()
+        engine.zero_grad()
+
+
+def test_groups_have_the_members_that_were_saved(tmp_path: Path) -> None:
+    """As many in each is not enough: their rates would be exchanged."""
+    for names, fits in ((("weight", "bias"), True), (("bias", "weight"), False)):
+        model = nn.Linear(3, 2)
+        groups = [{"params": [model.get_parameter(name)], "lr": 0.1 * (i + 1)} for i, name in enumerate(names)]
+        engine = plumb.Engine(model, torch.optim.SGD(groups, lr=0.1))
+        if fits:
+            engine.save(tmp_path)
+            assert engine.load(tmp_path).mismatches == []
+        else:
+            with pytest.raises(plumb.Error, match="the first that differ are 'bias' here and 'weight' there"):
+                engine.load(tmp_path)
