@@ -115,10 +115,10 @@ def dim() -> None:
 
 
 def buffers(name: str, at_start: bool) -> None:
-    for wanted in (True, False):
-        module = net()
+    for how in ({name: True}, {name: False}, {}):
+        module, wanted = net(), how.get(name, True)
         module.seen.fill_(dist.get_rank() + 1.0)
-        with wrapped(module, **{name: wanted}) as model:
+        with wrapped(module, **how) as model:
             started = 1.0 if wanted or at_start else dist.get_rank() + 1.0
             assert float(module.seen[0]) == started
             module.seen.fill_(dist.get_rank() + 5.0)
@@ -166,8 +166,9 @@ def delayed() -> None:
 
 
 def mixed_precision() -> None:
-    low = _MixedPrecision(param_dtype=torch.bfloat16)
+    low = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float64)
     with wrapped(mixed_precision=low) as model:
+        assert model.module.seen.dtype == torch.float64
         out = model(data())
         assert out.dtype == torch.bfloat16
         out.float().pow(2).sum().backward()
