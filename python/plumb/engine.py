@@ -202,10 +202,10 @@ class Engine:
             compiled.forget_graphs()
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
-            follow, rank = self._follow, self.world.rank
+            follow, rank, known = self._follow, self.world.rank, frozenset(id(parameter) for _, parameter in named)
 
             def before_gradients() -> None:
-                optim.refuse_newcomers(optimizer, replaced.knows, rank)
+                optim.refuse_newcomers(optimizer, known, rank)
                 follow()
 
             if owns:

@@ -123,11 +123,13 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, known: Container[int], advi
                 raise Error(f"parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, is none of the engine's; {advice}")
 
 
-def refuse_newcomers(optimizer: torch.optim.Optimizer, knows: Callable[[torch.Tensor], bool], rank: int) -> None:
+def refuse_newcomers(optimizer: torch.optim.Optimizer, known: frozenset[int], rank: int) -> None:
     """An Error if a group that came since has a parameter that trains, and whose gradient nobody would reduce."""
     for g, group in enumerate(optimizer.param_groups):
+        if known.issuperset(map(id, group["params"])):  # as ever
+            continue
         for i, parameter in enumerate(group["params"]):
-            if not knows(parameter) and (parameter.requires_grad or parameter.grad is not None):
+            if id(parameter) not in known and (parameter.requires_grad or parameter.grad is not None):
                 raise Error(
                     f"rank {rank}: parameter {i} of the optimizer's group {g}, of shape {list(parameter.shape)}, came into the optimizer after"
                     " the engine was built, and nobody would reduce its gradient: build a new engine over a model that has it"
