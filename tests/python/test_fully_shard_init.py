@@ -229,6 +229,13 @@ def what_has_no_memory_is_named() -> None:
     assert f"the following were still on meta device: {names}" in str(said.value)
 
 
+@case
+def arguments_of_another_kind_are_named() -> None:
+    for name, kind in (("mesh", "DeviceMesh"), ("mp_policy", "MixedPrecisionPolicy"), ("offload_policy", "OffloadPolicy")):
+        with pytest.raises(plumb.Error, match=f"{name} of fully_shard is 3; expected a {kind}"):
+            plumb.fully_shard(nn.Linear(2, 2), **{name: 3})
+
+
 @pytest.mark.parametrize("name", case.all)
 def test_fully_shard_init(name: str) -> None:
     case.check(name)
