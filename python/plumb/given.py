@@ -70,8 +70,8 @@ def whole(value: Any, what: str) -> int:
 def path(given: Any, what: str) -> str:
     try:
         name = os.fsdecode(given)
-    except TypeError:
-        raise Error(f"{what} is {given!r}; expected a string or a path") from None
+    except TypeError as error:  # "expected str, bytes or os.PathLike object, not …"
+        raise Error(f"{what} is {given!r}; {error}") from None
     with contextlib.suppress(UnicodeEncodeError):
         if "\0" not in name.encode().decode():
             return name

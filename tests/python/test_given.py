@@ -120,8 +120,8 @@ def test_calls_that_mean_nothing_are_refused_and_the_engine_goes_on() -> None:
                 (lambda: engine.full_parameter(3), "the parameter is a int; expected a tensor"),  # type: ignore[arg-type]
                 (lambda: engine.gathered(3), r"gathered\(\) of a int; expected a module or parameters"),  # type: ignore[arg-type]
                 (lambda: engine.gathered([3]), "parameters of gathered.. is a int; expected a tensor"),  # type: ignore[list-item]
-                (lambda: engine.trace(3), "the path is 3; expected a string or a path"),  # type: ignore[arg-type]
-                (lambda: engine.load(3), "the path is 3; expected a string or a path"),  # type: ignore[arg-type]
+                (lambda: engine.trace(3), "the path is 3; expected str, bytes or os.PathLike object, not int"),  # type: ignore[arg-type]
+                (lambda: engine.load(3), "the path is 3; expected str, bytes or os.PathLike object, not int"),  # type: ignore[arg-type]
                 (lambda: engine.load_state_dict({}), r"it has the keys \[\]; expected what state_dict\(\) of an engine has"),
                 (lambda: engine.load_state_dict(3), "it is a int; expected what state_dict"),  # type: ignore[arg-type]
             ]
