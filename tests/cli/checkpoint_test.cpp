@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/stat.h>
+#include <unistd.h>
 #include "libtorch.h"
 
 #include <algorithm>
@@ -115,6 +116,38 @@ TEST(Checkpoint, ARunThatWasStoppedGoesOn) {
   const Result fresh = run(steady({"--ranks", "1", "--checkpoint", folder, "--resume", "never"}));
   EXPECT_EQ(fresh.last()["resumed_from_step"], 0);
   EXPECT_EQ(digest_of(fresh), undisturbed);
+}
+
+// Between two steps, too: what was learned by then is saved, and no step is lost or taken again.
+TEST(Checkpoint, ARunThatIsStoppedInAnEvaluationIsSavedAsItIs) {
+  const Scratch scratch;
+  const Words words = tiny({"--json", "--ranks", "1", "--steps", "4", "--eval-every", "1", "--questions", "8",
+                            "--checkpoint", scratch.path("saved")});
+  // Held where its second evaluation begins, until it has been asked to stop.
+  Program program(words, {{"PLUMB_FAULT", "rank=0,point=evaluate:5,kind=stop"}});
+  const auto held = [&] {
+    std::string stat;
+    std::getline(std::ifstream("/proc/" + std::to_string(program.pid()) + "/stat"), stat);
+    return stat.find(") T ") != std::string::npos;
+  };
+  for (int i = 0; i < 60'000 && !held(); ++i) usleep(1'000);
+  ASSERT_TRUE(held());
+  program.signal(SIGTERM);
+  program.signal(SIGCONT);
+  const Result stopped = program.wait();
+  EXPECT_EQ(stopped.code, 128 + SIGTERM) << stopped.err;
+  EXPECT_EQ(stopped.last()["steps"], 2);
+  EXPECT_EQ(stopped.last()["samples_used"], 16);
+  const Result resumed = run(words);
+  EXPECT_EQ(resumed.last()["resumed_from_step"], 2);
+  EXPECT_EQ(resumed.last()["samples_used"], 32);
+  // A run that takes fewer samples at a time goes on behind those that were used.
+  const Result last = run(tiny({"--json", "--ranks", "1", "--steps", "8", "--questions", "8", "--batch", "16",
+                                "--checkpoint", scratch.path("other")}));
+  const Result more =
+      run(tiny({"--json", "--ranks", "1", "--steps", "12", "--questions", "8", "--checkpoint", scratch.path("other")}));
+  EXPECT_EQ(last.last()["samples_used"], 8 * 16);
+  EXPECT_EQ(more.last()["samples_used"], 8 * 16 + 4 * 8);
 }
 
 TEST(Checkpoint, ARunGoesOnFromThePathThatIsGiven) {

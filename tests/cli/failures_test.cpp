@@ -126,8 +126,42 @@ TEST(Record, HoldsTheStateOfTheStepThatFailed) {
   const std::string updating = scratch.path("updating");
   run(with({"--record", updating}), {{"PLUMB_FAULT", "rank=1,point=update:3,kind=throw"}});
   EXPECT_THAT(run({"replay", updating}).err, HasSubstr("recorded no state: the parameters were being updated"));
+  const std::string publishing = scratch.path("publishing");
+  run(with({"--record", publishing}), {{"PLUMB_FAULT", "rank=1,point=publish:3,kind=throw"}});
+  EXPECT_THAT(run({"replay", publishing}).err, HasSubstr("recorded no state: the parameters were being updated"));
   EXPECT_THAT(run({"replay", scratch.path("nowhere")}).err, HasSubstr("no record of a failure"));
   EXPECT_EQ(run({"replay"}).code, 2);
+}
+
+// A run that is started again, and fails at the same step again, leaves both.
+TEST(Record, OfEveryLifeOfARunIsKept) {
+  const Scratch scratch;
+  const Result result = run(tiny({"--json", "--ranks", "2", "--questions", "8", "--restarts", "1", "--checkpoint",
+                                  scratch.path("saved"), "--record", scratch.path("record")}),
+                            {{"PLUMB_FAULT", "rank=1,point=step:3,kind=throw;rank=0,point=step:3,kind=throw"}});
+  EXPECT_NE(result.code, 0);
+  std::vector<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator(scratch.path("record"))) {
+    found.push_back(entry.path().filename().string());
+  }
+  EXPECT_THAT(found, ::testing::UnorderedElementsAre("step-00002-restart-00000", "step-00002-restart-00001"));
+}
+
+// Whatever it is called: a later run may fail at an earlier step.
+TEST(Record, OfSeveralFailuresIsThatOfTheLast) {
+  const Scratch scratch;
+  const auto write = [&](const std::string& name, int hours_ago) {
+    const std::string folder = scratch.path(name);
+    std::filesystem::create_directories(folder);
+    std::ofstream(folder + "/record-00000.json") << "{}";
+    std::filesystem::last_write_time(folder,
+                                     std::filesystem::file_time_type::clock::now() - std::chrono::hours(hours_ago));
+  };
+  write("step-00009-restart-00000", 3);
+  write("step-00004-restart-00000", 1);
+  write("step-00002-restart-00001", 2);
+  EXPECT_THAT(run({"replay", scratch.path(".")}).err, HasSubstr("/step-00004-restart-00000/record-00000.json' cannot"))
+      << "which is none, and says so";
 }
 
 Words steady(const Words& more) {

@@ -120,6 +120,18 @@ TEST(Train, LearnsTheBytesOfAFile) {
   ASSERT_EQ(result.code, 0) << result.err;
   EXPECT_LT(result.losses().back(), 0.8 * result.losses().front());
   EXPECT_EQ(result.last()["held_out"], "held-out bytes");
+  // The same model is asked the same questions, however many ranks share them.
+  Words alike = words;
+  alike.insert(alike.end(), {"--deterministic", "--virtual-ranks", "4", "--questions", "16"});
+  std::vector<Result> results;
+  for (const char* ranks : {"1", "2"}) {
+    alike.insert(alike.end(), {"--ranks", ranks});
+    results.push_back(run(alike));
+    EXPECT_EQ(results.back().last()["model_digest"], results[0].last()["model_digest"]);
+    EXPECT_EQ(results.back().last()["asked"], results[0].last()["asked"]);
+    EXPECT_EQ(results.back().last()["accuracy"], results[0].last()["accuracy"]);
+  }
+  EXPECT_GT(results[0].last()["accuracy"], 0);
 }
 
 TEST(Train, TakesSettingsFromAFileAndFlagsWin) {
