@@ -1,12 +1,15 @@
 // The groups of a mesh, and memory that ranks read in place: who is in which, in which order, and what they see there.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <set>
+
 #include "backend/tcp.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
 #include "world/group.h"
 #include "world/support/plain.h"
 #include "world/support/threads.h"
+#include "world/world_impl.h"
 
 namespace plumb::testing {
 namespace {
@@ -137,6 +140,26 @@ TEST(Groups, OfTwoEnginesOverTheWholeWorldNeverMix) {
     for (size_t i = 0; i < 4; ++i) {
       pending[i].wait(here);
       EXPECT_TRUE(tensors[i].eq(static_cast<float>(300 * i + 3)).all().item<bool>()) << i;
+    }
+  });
+}
+
+// What ranks say of a wait is of one group: of two engines over the same ranks, neither is taken for the other.
+TEST(Groups, AreCirclesOfTheirOwnWhichAllOfTheirRanksKnow) {
+  run_local(3, [](World world) {
+    World::Impl& impl = world.impl();
+    std::vector<std::shared_ptr<Group::Impl>> all;
+    for (int engine = 0; engine < 3; ++engine) {
+      const World::Impl::Pair pair = impl.another(engine);
+      all.insert(all.end(), {pair.data, pair.control});
+    }
+    for (const char* name : {"1/shard0", "2/shard0", "2/control-shard0"}) {
+      all.push_back(impl.part(name, {0, 1, 2}, world.rank(), data_index));
+    }
+    std::set<int64_t> circles;
+    for (const auto& one : all) {
+      EXPECT_TRUE(circles.insert(one->circle).second);
+      for (const auto& heard : Group(one).exchange({&one->circle, 1}, here)) EXPECT_EQ(heard.at(0), one->circle);
     }
   });
 }
