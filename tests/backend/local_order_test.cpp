@@ -67,6 +67,17 @@ TEST(LocalOrder, ARankThatLeavesEndsWhatItTookNoPartInAndNothingElse) {
   }
 }
 
+// Not the one before it, to which somebody else may still come.
+TEST(LocalOrder, ARankThatLeavesIsToldWithTheCollectiveThatMissesIt) {
+  const Ranks ranks(3);
+  const Work earlier = all_reduce(ranks.all[0], at::ones({5})), of_it = all_reduce(ranks.all[2], at::ones({5}));
+  const Work missed = ranks.all[0]->barrier();
+  ranks.hub->leave(2);
+  for (const Work& work : {earlier, of_it, missed}) {
+    EXPECT_THAT(outcome(work), HasSubstr("barrier can never complete: rank 2 has ended its part"));
+  }
+}
+
 TEST(LocalOrder, ARankThatLeavesWhenNothingIsMissingHurtsNobody) {
   for (int size = 2; size < 5; ++size) {
     Ranks ranks(size);
