@@ -333,6 +333,11 @@ def copies() -> None:
             other.engine.close()
         if dist.get_rank() == 0:
             copy.deepcopy(model)  # need not be everybody's
+        for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # each rank's, until it is used
+            with torch.no_grad():
+                own.module.first.bias.fill_(float(dist.get_rank()))
+            own.engine.close()
+            assert float(own.module.first.bias[0]) == dist.get_rank()
         saved = io.BytesIO()
         torch.save(model.state_dict(), saved)
         saved.seek(0)
