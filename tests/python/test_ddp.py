@@ -415,3 +415,29 @@ def test_an_unchanged_program_runs(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["plumb.ddp", "1.0"]
     assert "plumb: torch.nn.parallel.DistributedDataParallel is plumb.DistributedDataParallel" in done.stderr
+
+
+def makes_state_on_one_rank() -> list[float]:
+    """As checkpoints do, by a step at rate 0 that moves nothing; and a step of one rank alone that moves something."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = plumb.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        assert get_optimizer_state_dict(model, optimizer)["state"]
+    for _ in range(2):
+        model(torch.ones(1, 2) * dist.get_rank()).sum().backward()
+        optimizer.step()
+    values = model.module.weight.flatten().tolist()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(plumb.Error, match="the number of optimizer steps"):
+        model(torch.ones(1, 2)).sum().backward()
+    return values
+
+
+def test_a_step_that_moves_nothing_may_be_one_ranks_alone() -> None:
+    first, second = plumb.spawn(makes_state_on_one_rank, 2)
+    assert first == second

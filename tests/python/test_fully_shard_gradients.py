@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -122,16 +123,35 @@ def a_penalty_on_the_rows_themselves_counts() -> None:
 
 @case
 def the_sum_is_divided_by_another_factor() -> None:
-    model = mlps(count=2)
-    reference = copy.deepcopy(model)
-    shard(model)
-    model[0].set_gradient_divide_factor(2.0 * dist.get_world_size())
-    plain_loss(model, 0).backward()
-    plain_loss(reference, 0).backward()
-    reduce_gradients(reference)
-    for parameter in reference[0].parameters():
-        parameter.grad *= 0.5
-    same(reference, model)
+    for shape in ((2,), (2, 1), (1, 2)):  # replicas are ranks, too
+        model = mlps(count=2)
+        reference = copy.deepcopy(model)
+        shard(model, mesh=init_device_mesh("cpu", shape))
+        model[0].set_gradient_divide_factor(2.0 * dist.get_world_size())
+        plain_loss(model, 0).backward()
+        plain_loss(reference, 0).backward()
+        reduce_gradients(reference)
+        for parameter in reference[0].parameters():
+            parameter.grad *= 0.5
+        same(reference, model)
+
+
+@case
+def gradients_that_are_kept_are_cleared_either_way() -> None:
+    for clears in ("optimizer", "model"):
+        for to_none in (True, False):
+            model = mlps(count=2)
+            reference = copy.deepcopy(model)
+            shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.set_requires_gradient_sync(False)
+            plain_loss(model, 0).backward()
+            (optimizer if clears == "optimizer" else model).zero_grad(set_to_none=to_none)
+            model.set_requires_gradient_sync(True)
+            plain_loss(model, 1).backward()
+            plain_loss(reference, 1).backward()
+            reduce_gradients(reference)
+            same(reference, model)
 
 
 @case

@@ -219,6 +219,15 @@ def what_is_put_in_a_parameters_place_counts() -> None:
 
 
 @case
+def meshes_of_a_model_are_one() -> None:
+    model = mlps(count=2)
+    plumb.fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1)))
+    for other in ((1, 2), (2,)):
+        with pytest.raises(plumb.Error, match="give both the same mesh"):
+            plumb.fully_shard(model, mesh=init_device_mesh("cpu", other))
+
+
+@case
 def what_has_no_memory_is_named() -> None:
     with torch.device("meta"):
         model = mlps(count=2)

@@ -259,6 +259,12 @@ def methods_may_be_forwards() -> None:
         plumb.fully_shard(model)
         register(model, "encode")
         train_both(model, reference, loss=loss)
+        with pytest.raises(TypeError):
+            model.encode(batch(model, 0), scale=None)
+        if register is not plumb.register_fsdp_forward_method:
+            model.reset_iter_state()  # torch's says nothing of it
+        model.reshard()
+        assert isinstance(model.inner.weight, DTensor), "the method has ended, also where it threw"
     plumb.register_fsdp_forward_method(reference, "encode")  # of a plain module: nothing
     with pytest.raises(ValueError, match="nothing_such"):
         plumb.register_fsdp_forward_method(model, "nothing_such")
