@@ -22,26 +22,33 @@ using testing::HasSubstr;
 
 using test::leaf;
 
-// A tensor of its own beside the engine's, or a piece of nothing: neither was cleared, changed or left where the other ranks' was
-// cleared.
+// A tensor of its own beside the engine's is told as the engine's own is. A piece of nothing was neither cleared, nor changed or
+// left where the other ranks' was cleared.
 TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOfThem) {
   for (const int who : {0, 1, 2}) {
-    const auto graphs = errors(3, [&](World world) {
-      at::Tensor a = at::ones({4}).requires_grad_(), b = leaf({3});
-      Engine engine(world, NamedTensors{{"b", b}, {"a", a}}, {}, SGD{.lr = 1});
-      (a.pow(2).sum() + b.sum()).backward({}, true, /*create_graph=*/true);
-      if (world.rank() == who) a.mutable_grad().reset();
-      try {
-        engine.step();
-      } catch (...) {
-        for (const at::Tensor& p : {a, b}) p.mutable_grad().reset();  // a gradient with a graph holds its parameter
-        throw;
+    for (const bool clears : {true, false}) {
+      for (const bool between : {true, false}) {
+        const auto graphs = errors(3, [&](World world) {
+          at::Tensor a = at::ones({4}).requires_grad_(), b = leaf({3});
+          Engine engine(world, NamedTensors{{"b", b}, {"a", a}}, {}, SGD{.lr = 1});
+          (a.pow(2).sum() + b.sum()).backward({}, true, /*create_graph=*/true);
+          if (world.rank() == who && clears) a.mutable_grad().reset();
+          if (world.rank() == who && !clears) a.grad().detach().mul_(2);
+          try {
+            if (between) (a.sum() + b.sum()).backward();
+            engine.step();
+          } catch (...) {
+            for (const at::Tensor& p : {a, b}) p.mutable_grad().reset();  // a gradient with a graph holds its parameter
+            throw;
+          }
+        });
+        const std::string did = clears ? "cleared" : "changed in place";
+        EXPECT_THAT(graphs, Each(AllOf(HasSubstr("'a'"), HasSubstr("alike on every rank"),
+                                       HasSubstr(who == 0   ? "was " + did + " on rank 0 and left on rank 1"
+                                                 : who == 1 ? "was left on rank 0 and " + did + " on rank 1"
+                                                            : "was left on rank 0 and " + did + " on rank 2"))));
       }
-    });
-    EXPECT_THAT(graphs, Each(AllOf(HasSubstr("'a'"), HasSubstr("at step()"),
-                                   HasSubstr(who == 0   ? "no gradient on rank 0 and one on rank 1"
-                                             : who == 1 ? "a gradient on rank 0 and none on rank 1"
-                                                        : "a gradient on rank 0 and none on rank 2"))));
+    }
     if (who == 2) continue;
     // Sixteen elements of two ranks' thirty-two: the second has none of them.
     const auto pieces = errors(2, [&](World world) {
