@@ -177,12 +177,7 @@ class Sharded:
     unit: Any  # the first that has it
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        cut: Cut,
-        device: torch.device,
-        compute: torch.dtype | None,
-        parallel: Parallel | None = None,
+        self, parameter: nn.Parameter, cut: Cut, device: torch.device, compute: torch.dtype | None, parallel: Parallel | None = None
     ) -> None:
         self.cut, self.parallel = cut, parallel
         self.places: list[Place] = []
