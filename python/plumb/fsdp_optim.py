@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import compiled, fsdp_rows, fsdp_whole, optim, optim_hooks
+from .fsdp_engine import Engine
 from .fsdp_parallel import part_of
-from .fsdp_unit import Engine
 from .optim_settings import refuse_sparse
 from .sharded import Sharded, sharded_of
 

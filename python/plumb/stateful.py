@@ -26,7 +26,7 @@ from ._C import Error
 from .given import refusal
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine_saving import Saving
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offsets, sizes, and which elements they are in the order of the shape
 
@@ -157,7 +157,7 @@ class Shards(torch.Tensor):
 # ---- an engine's
 
 
-def state_dict(engine: "Engine") -> dict[str, Any]:
+def state_dict(engine: "Saving") -> dict[str, Any]:
     native = engine._engine
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -226,7 +226,7 @@ def _shapes(model: dict[str, Any], state: dict[str, dict[str, Any]]) -> dict[str
     return {what: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" for what, value in found.items()}
 
 
-def _outer(engine: "Engine", state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _outer(engine: "Saving", state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The state of a torch.optim object goes to ``state``; what is no tensor is returned."""
     optimizer, steps = engine.optimizer, engine._steps
     assert isinstance(optimizer, torch.optim.Optimizer) and steps is not None
@@ -298,7 +298,7 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str,
 
 
 def _placeholder(
-    expected: dict[str, Any], engine: "Engine", parameter: torch.Tensor
+    expected: dict[str, Any], engine: "Saving", parameter: torch.Tensor
 ) -> tuple[dict[str, Any], int | None]:
     """In the place of state that is not there yet, so that every engine of a model has the same tensors."""
     pieces = isinstance(engine._steps, optim.Pieces)
@@ -315,7 +315,7 @@ def _placeholder(
     return found, begin if pieces else None
 
 
-def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
+def load_state_dict(engine: "Saving", given: dict[str, Any]) -> None:
     native = engine._engine
     why = ""
     try:
@@ -340,7 +340,7 @@ def load_state_dict(engine: "Engine", given: dict[str, Any]) -> None:
     _set_generators(run["generators"], engine.world.rank)
 
 
-def _check(engine: "Engine", given: dict[str, Any], run: dict[str, Any], words: dict[str, Any]) -> None:
+def _check(engine: "Saving", given: dict[str, Any], run: dict[str, Any], words: dict[str, Any]) -> None:
     here, there = _shapes(given["model"], given["optim"]["state"]), run["shapes"]
     if not all(value.loads for value in given["model"].values()):
         raise Error("this state was not loaded by torch.distributed.checkpoint")
@@ -355,7 +355,7 @@ def _check(engine: "Engine", given: dict[str, Any], run: dict[str, Any], words: 
         _save.fits(engine.optimizer, engine._names, run["optimizer"])
 
 
-def _restore(engine: "Engine", given: dict[str, Any], run: dict[str, Any]) -> None:
+def _restore(engine: "Saving", given: dict[str, Any], run: dict[str, Any]) -> None:
     optimizer, steps = engine.optimizer, engine._steps
     assert isinstance(optimizer, torch.optim.Optimizer) and steps is not None
     outer = run["optimizer"]
