@@ -182,10 +182,6 @@ void all_to_all(const std::vector<LocalCall>& calls) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 std::vector<int> everybody(int size) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);

@@ -45,6 +45,7 @@ std::string title_of(const SavedSlot& slot) {
 
 std::string begin_loading(Engine::Impl& impl, const Where& where, const std::string& refusal,
                           const std::function<std::string()>& choose) {
+  impl.reducer->serve_gathers(where);
   const Outcome mine = attempt([&] {
     road_of(impl.world).pass(Point::load);
     impl.reducer->check_between_steps(where.detail);

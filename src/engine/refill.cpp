@@ -21,6 +21,7 @@ std::map<std::string, int64_t> all_updated(Engine::Impl& impl) {
 }  // namespace
 
 std::vector<SavedSlot> all_slots(Engine::Impl& impl) {
+  impl.reducer->serve_gathers(impl.reducer->here(Where::Kind::step, "state_dict()"));
   impl.reducer->check_between_steps("state_dict()");
   impl.reducer->arrange(impl.reducer->order());
   impl.updater->make_room(impl.reducer->buckets(), std::vector<int64_t>(impl.reducer->sinks().size(), 1));
@@ -75,6 +76,7 @@ void check_words(Engine::Impl& impl, const Json& words) {
     throw Error("the checkpoint is of " + std::to_string(shares) + " virtual ranks, and this engine has " +
                 std::to_string(impl.options.virtual_ranks));
   }
+  impl.reducer->serve_gathers(impl.reducer->here(Where::Kind::step, "load_state_dict()"));
   impl.reducer->check_between_steps("load_state_dict()");
 }
 

@@ -40,6 +40,7 @@ std::string Saving::prepare(const std::string& folder, const SaveOptions& option
                             When when) {
   writer_ = nullptr;
   const std::string steps = std::to_string(impl_.reducer->steps()), samples = std::to_string(options.samples);
+  impl_.reducer->serve_gathers(here("save()"));
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
     if (when == When::between_steps) {

@@ -56,12 +56,13 @@ Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
     if (const Sink* sink = members_.find(parameter)) mine.changed[sink->index] = true;
   }
   const Where where{Where::Kind::setup, steps_, passes_, write_call(members_.names(), mine.changed)};
+  serve_gathers(where);
   or_break([&] { agree(team_.control(), team_.rank(), members_.names(), mine, where); });
   return where;
 }
 
 // Ranks ask between backwards, when pieces are what they seem and the shard group carries nothing else.
-Where Reducer::ask_about_pieces(const std::string& what) const {
+Where Reducer::ask_about_pieces(const std::string& what) {
   Lock lock(mutex_);
   check_alive();
   if (pass_) {
@@ -74,7 +75,9 @@ Where Reducer::ask_about_pieces(const std::string& what) const {
                                   " is asked for before step() has reduced it, in deterministic mode; with sharded "
                                   "gradients every rank must answer: use Options::clip_norm there");
   }
-  return here(Where::Kind::step, what);
+  const Where where = here(Where::Kind::step, what);
+  serve_gathers(where);
+  return where;
 }
 
 // Parameters that began to require a gradient, on all ranks alike. Their buckets are reduced, too.

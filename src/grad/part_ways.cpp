@@ -16,8 +16,10 @@ bool Reducer::may_be_asked_while_it_waits() {
 
 // Others may still gather what their backwards need, of a rank whose own failed, or had less to do. After that all are at the same
 // point again, and the next backward's reductions overlap with it as ever.
-void Reducer::serve_gathers(Where::Kind kind) {
-  if (const auto units = gathering.lock(); units && units->asks()) units->serve(here(kind, "what other ranks gather"));
+void Reducer::serve_gathers(const Where& where) {
+  Lock lock(mutex_);
+  if (pass_ || stopped_ || !broken_.empty()) return;  // nobody meets here
+  if (const auto units = gathering.lock(); units && units->asks()) or_break([&] { units->serve(where); });
   summing_->never_wait(false);
   traffic_.hold(false);
 }

@@ -99,7 +99,6 @@ at::Tensor everybodys(const PieceOf& piece, const std::string& question, const a
   if (!holders) {
     refuse(piece, question, "its engine has ended, and nobody can ask the other ranks any more");
   }
-  const Where where = holders->ask(question);
   Group shard = holders->shard;
   const int64_t count = mine.numel(), size = message_size(count);
   Digest digest;
@@ -110,6 +109,7 @@ at::Tensor everybodys(const PieceOf& piece, const std::string& question, const a
   wire.narrow(0, 1, count).copy_(mine.contiguous().view(at::kLong));
   at::Tensor all = at::empty({shard.size() * size}, wire.options());
   try {
+    const Where where = holders->ask(question);
     shard.all_gather(all, wire).wait(where);
   } catch (const Error& error) {
     // A backend may notice before the watch does, and knows no question.

@@ -313,7 +313,7 @@ void Reducer::follow_caller(c10::Device device) {
 
 // What is held stays in .grad, or in the sums, where the next reduction finds it.
 void Reducer::close_held_pass(OpenPass& pass) {
-  or_break([&] { serve_gathers(Where::Kind::backward); });
+  serve_gathers(here(Where::Kind::backward, kOthersGather));
   held_ = true;
   summing_->close_held_pass(passes_);
   for (Bucket& bucket : buckets_)
@@ -335,13 +335,13 @@ void Reducer::close_synced_pass(OpenPass& pass) {
   Agreement all;
   or_break([&] {
     if (pass.rules_changed) {
-      serve_gathers(Where::Kind::backward);
+      serve_gathers(here(Where::Kind::backward, kOthersGather));
       exchange_facts(Where::Kind::backward, std::vector<bool>(buckets_.size()), pass.failure != nullptr);
     }
     const auto units = gathering.lock();
     summing_->never_wait(units && units->asks());
     traffic_.launch_rest(where);
-    serve_gathers(Where::Kind::backward);
+    serve_gathers(here(Where::Kind::backward, kOthersGather));
     if (!pass.failure) pass.failure = summing_->take_failure();
     std::vector<bool> late;
     for (const Bucket& bucket : buckets_) late.push_back(bucket.late || (bucket.frozen && bucket.wanted()));

@@ -39,6 +39,8 @@
 
 namespace plumb {
 
+inline constexpr const char* kOthersGather = "what other ranks gather";
+
 class Reducer final : public backward::Listener, public Entrances, public std::enable_shared_from_this<Reducer> {
  public:
   // `unit_of`: by parameter, the unit that gathers it; -1 for one that is always whole.
@@ -101,7 +103,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // Every rank is in the same call that writes these parameters; an Error on every rank otherwise. Its description.
   Where agree_to_write(const std::vector<at::Tensor>& parameters);
-  // An Error if gradients (of one bucket) have not been reduced yet, which `what` would need.
+  // An Error if gradients (of one bucket) have not been reduced yet, which `what` would need: a call of every rank's.
   void check_reduced(const std::string& what, const Bucket* bucket = nullptr);
 
   // The whole reduced gradient of a parameter, a copy; undefined where it has none. Collective where gradients are sharded.
@@ -144,6 +146,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // Ranks gather different units: none of them waits for another's gradients any more before this backward ends, or the next
   // where none has begun. The first `launched` buckets are being reduced by somebody, and so by everybody.
   void part_ways(int64_t launched);
+  // Every rank comes here, and needs nothing more for what came before: takes part in what others still gather for that.
+  void serve_gathers(const Where& where);
   std::recursive_mutex& mutex() const { return mutex_; }  // taken before the units' by whoever asks others
 
   // Called with a bucket of a unit when its last expected gradient has come.
@@ -188,7 +192,6 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
 
   // Agreement.
   bool may_be_asked_while_it_waits();
-  void serve_gathers(Where::Kind kind);
   Agreement exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
   void admit(const std::vector<int>& candidates);
   void laid_out();
@@ -198,7 +201,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void gradients_agreed();
   void rebuild(const OpenPass& pass);
   std::vector<int> ready_order(const OpenPass& pass) const;
-  Where ask_about_pieces(const std::string& what) const;
+  Where ask_about_pieces(const std::string& what);
   void check_alive() const;
   // What `collective` throws ends communication for good.
   void or_break(const std::function<void()>& collective);

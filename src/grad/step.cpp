@@ -32,7 +32,7 @@ void Reducer::settle_step() {
   for (const Bucket& bucket : buckets_) late.push_back(waits_for_step(bucket) && fault != Fault::consume_unreduced);
   Agreement all;
   or_break([&] {
-    serve_gathers(Where::Kind::step);
+    serve_gathers(here(Where::Kind::step, kOthersGather));
     all = exchange_facts(Where::Kind::step, late, false);
     changes_.check_gradients(sinks(), all);
     changes_.check_parameters(sinks(), all, here(Where::Kind::step, "the parameters that were changed"));
@@ -210,6 +210,7 @@ void Reducer::check_reduced(const std::string& what, const Bucket* bucket) {
   if (held_ && options_.deterministic) {
     throw Error(team_.rank(), what + " before step() in deterministic mode, which sums the shares there");
   }
+  serve_gathers(here(Where::Kind::step, what));
   const auto made_up = [](const Bucket& one) { return one.made_up; };
   const bool put_off = bucket != nullptr ? bucket->made_up : std::ranges::any_of(buckets_.all(), made_up);
   if (team_.size() == 1 || !(held_ || put_off)) return;

@@ -4,6 +4,7 @@
 
 #include <mutex>
 
+#include "save/support/folder.h"
 #include "unit/support/chain.h"
 #include "watch/wire.h"
 
@@ -115,6 +116,51 @@ TEST(Asking, RanksThatPartedLetReductionsWaitForTheEndOfThatBackwardAlone) {
       }
     });
   }
+}
+
+// Whoever needs no unit more, for an evaluation or autograd::grad that had less to do here, serves the others in every call
+// that all ranks make between backwards.
+TEST(Asking, RanksThatUsedFewerUnitsServeTheOthersInWhateverComesNext) {
+  const Scratch folder;
+  on_ranks(3, Gather::asking, [&](World world, Chain& net, Engine& engine) {
+    at::NoGradGuard no_grad;
+    const at::Tensor& weight = net.layers[2].get()->weight;
+    const auto one_alone = [&](int rank) {
+      if (world.rank() == rank) net.forward(ones);
+    };
+    const auto backward = [&] {
+      const at::AutoGradMode grad(true);
+      net.forward(ones).sum().backward();
+    };
+    backward();
+    const double norm = weight.grad().norm().item<double>();
+    EXPECT_GT(norm, 0);
+    for (const int rank : {0, 2}) {
+      one_alone(rank);
+      EXPECT_EQ(weight.grad().norm().item<double>(), norm);
+      one_alone(rank);
+      EXPECT_TRUE(torch::isfinite(engine.grad_norm()).item<bool>());
+      one_alone(rank);
+      EXPECT_NEAR(engine.full_gradient(weight).norm().item<double>(), norm, 1e-6);
+    }
+    engine.step();
+    engine.zero_grad();
+    std::string path;
+    for (const int rank : {0, 2}) {
+      one_alone(rank);
+      {
+        const auto scope = engine.gathered({weight}, Access::write);
+        if (world.rank() == 0) weight.fill_(0.5);
+      }
+      one_alone(rank);
+      path = engine.save(folder.path("run"));
+      one_alone(rank);
+      engine.load(path);
+    }
+    backward();
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(weight).isfinite().all().item<bool>());
+  });
 }
 
 }  // namespace
