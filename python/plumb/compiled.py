@@ -260,7 +260,7 @@ def _keep_out() -> None:
     _kept_out = True
     from torch._dynamo import trace_rules
 
-    for name in ("engine", "optim", "optim_flat", "optim_hooks", "optim_settings", "fsdp_optim", "fsdp_rows", "replaced"):
+    for name in ("engine", "optim", "optim_flat", "optim_hooks", "optim_replicated", "optim_settings", "fsdp_optim", "fsdp_rows", "replaced"):
         trace_rules.add(f"{__package__}.{name}")
 
 

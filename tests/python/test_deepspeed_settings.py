@@ -351,7 +351,7 @@ def test_the_optimizers_own_words() -> None:
     assert engine.get_lr() == [0.5, 0.5] and engine.optimizer.get_lr() == 0.5
     engine.optimizer.param_groups = list(reversed(engine.optimizer.param_groups))
     assert [len(group["params"]) for group in engine.basic_optimizer.param_groups] == [1, len(list(make().parameters())) - 1]
-    assert engine.optimizer.param_groups is engine.basic_optimizer.param_groups and engine.optimizer_name() == "AdamW"
+    assert engine.optimizer.param_groups is engine.basic_optimizer.param_groups and engine.optimizer_name() == "adamw"
     twin = make()
     engine.optimizer.backward(engine(*batch(0, 0)))  # as it is, not over the number of accumulation steps
     twin(*batch(0, 0)).backward()
