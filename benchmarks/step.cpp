@@ -6,6 +6,7 @@
 //   bench_step --model gpt|tiny --device cpu|cuda --backend shm|gloo|nccl --variants plain,plain-fused,plumb,plumb-noledger,plumb-zero1,…
 //              --rounds N --steps N --warmup N [--trace FILE] [--width N --layers N --context N of gpt]
 //
+// Each variant's line has the host's time in the parts of a step, too: on a device, what the host spends to start its work.
 // --trace records three steps of the last variant after all timing, as torch's profiler writes it; trace.py reads it.
 // plain steps neither communicate nor wait for the other ranks, but those run at the same time.
 #include <c10/core/CachingDeviceAllocator.h>
@@ -15,6 +16,8 @@
 
 #include <signal.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -108,32 +111,50 @@ Model make_tiny(at::Device device, int rank, int64_t blocks = 24) {
           }};
 }
 
-// One way to train. `finish` is all that follows the backward: reduction, update, forgetting the gradients.
+double ms_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+// How one trains: what follows the backward.
+struct Training {
+  std::function<void()> update;
+  std::function<void()> clear;  // forgets the gradients
+};
+
 struct Variant {
   std::string name;
   Model model;
-  std::function<void()> finish;
+  Training training;
   std::vector<std::vector<double>> rounds = {};  // milliseconds
+  std::array<std::vector<double>, 4> parts = {};  // forward, backward, update, clear: the host's milliseconds, by step
   int64_t done = 0;
 
   void step() {
-    model.loss(done++).backward();
-    finish();
+    auto start = std::chrono::steady_clock::now();
+    const auto part = [&](size_t index) {
+      parts.at(index).push_back(ms_since(start));
+      start = std::chrono::steady_clock::now();
+    };
+    const at::Tensor loss = model.loss(done++);
+    part(0);
+    loss.backward();
+    part(1);
+    training.update();
+    part(2);
+    training.clear();
+    part(3);
   }
 };
 
 // libtorch's own optimizer: five operations or more per parameter.
-std::function<void()> plain(const Model& model) {
+Training plain(const Model& model) {
   const auto optimizer = std::make_shared<torch::optim::AdamW>(
       model.module->parameters(), torch::optim::AdamWOptions(kAdamW.lr).weight_decay(kAdamW.weight_decay));
-  return [optimizer] {
-    optimizer->step();
-    optimizer->zero_grad();
-  };
+  return {[optimizer] { optimizer->step(); }, [optimizer] { optimizer->zero_grad(); }};
 }
 
 // What torch.optim.AdamW(fused=True) does: one call over the list of all parameters.
-std::function<void()> plain_fused(const Model& model) {
+Training plain_fused(const Model& model) {
   struct State {
     std::vector<at::Tensor> parameters, first, second, counts;
   };
@@ -144,7 +165,7 @@ std::function<void()> plain_fused(const Model& model) {
     state->second.push_back(at::zeros_like(p));
     state->counts.push_back(at::zeros({}, p.options().dtype(at::kFloat)));
   }
-  return [state] {
+  const auto update = [state] {
     torch::NoGradGuard no_grad;
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& p : state->parameters) gradients.push_back(p.grad());
@@ -152,19 +173,18 @@ std::function<void()> plain_fused(const Model& model) {
     at::_fused_adamw_(state->parameters, gradients, state->first, state->second, {}, state->counts, kAdamW.lr,
                       kAdamW.beta1, kAdamW.beta2, kAdamW.weight_decay, kAdamW.eps, /*amsgrad=*/false,
                       /*maximize=*/false);
-    for (at::Tensor& p : state->parameters) p.mutable_grad().reset();
   };
+  return {update, [state] {
+            for (at::Tensor& p : state->parameters) p.mutable_grad().reset();
+          }};
 }
 
-std::function<void()> engine(const plumb::World& world, const Model& model, const std::string& strategy, bool ledger) {
+Training engine(const plumb::World& world, const Model& model, const std::string& strategy, bool ledger) {
   plumb::Options options;
   options.strategy = strategy;
   options.ledger = ledger;
   const auto engine = std::make_shared<plumb::Engine>(world, *model.module, kAdamW, options);
-  return [engine] {
-    engine->step();
-    engine->zero_grad();
-  };
+  return {[engine] { engine->step(); }, [engine] { engine->zero_grad(); }};
 }
 
 at::Device device_of(const Settings& settings, const plumb::World& world) {
@@ -186,12 +206,11 @@ Variant make_variant(const std::string& name, const Model& model, const plumb::W
 // On the CPU each step is timed; on a device, which runs behind the host, the block as a whole.
 std::vector<double> run_block(Variant& variant, const Settings& settings) {
   using Clock = std::chrono::steady_clock;
-  const auto ms_since = [](Clock::time_point start) {
-    return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  };
   const bool cuda = settings.device == "cuda";
+  const auto before = variant.parts;
   for (int64_t i = 0; i < kUntimed; ++i) variant.step();
   if (cuda) torch::cuda::synchronize();
+  variant.parts = before;
   std::vector<double> times;
   auto start = Clock::now();
   for (int64_t i = 0; i < settings.steps; ++i) {
@@ -203,6 +222,13 @@ std::vector<double> run_block(Variant& variant, const Settings& settings) {
   if (!cuda) return times;
   torch::cuda::synchronize();
   return {ms_since(start) / static_cast<double>(settings.steps)};
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 int64_t status_kib(const std::string& key) {
@@ -294,7 +320,12 @@ void print(const Settings& settings, const plumb::World& world, const std::vecto
       for (const double& ms : round) out << (&ms == round.data() ? "" : ", ") << ms;
       out << "]";
     }
-    out << "]}";
+    out << "], \"parts\": {";
+    for (size_t i = 0; i < variant.parts.size(); ++i) {
+      out << (i == 0 ? "" : ", ") << '"' << std::array{"forward", "backward", "update", "clear"}.at(i)
+          << "\": " << median(variant.parts.at(i));
+    }
+    out << "}}";
   }
   std::printf("%s]}\n", out.str().c_str());
 }
@@ -336,6 +367,7 @@ void run(const Settings& settings) {
   }
   for (Variant& variant : variants) {
     for (int64_t i = 0; i < settings.warmup; ++i) variant.step();
+    variant.parts = {};
   }
   for (int64_t round = 0; round < settings.rounds; ++round) {
     for (size_t i = 0; i < variants.size(); ++i) {

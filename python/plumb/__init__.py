@@ -50,13 +50,13 @@ from .world import world
 
 if _TYPE_CHECKING:
     from .fsdp import fully_shard
-    from .fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+    from .fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 
 _LATER = {  # what torch takes long to import for
-    "FSDPModule": "fsdp_module",
+    "FSDPModule": "fsdp.module",
     "fully_shard": "fsdp",
-    "register_fsdp_forward_method": "fsdp_module",
-    "share_comm_ctx": "fsdp_module",
+    "register_fsdp_forward_method": "fsdp.module",
+    "share_comm_ctx": "fsdp.module",
 }
 
 

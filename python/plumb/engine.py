@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _C, compiled, given as _given, optim, units as _units
 from ._C import Error, LossScale, Mesh, Schedule, StepInfo, World
 from .deferred import fill
-from .engine_saving import AnyOptimizer, Saving
+from .save.engine import AnyOptimizer, Saving
 from .given import Group
 from .replaced import Buffers, Newcomers, Replaced
 from .world import of_mesh, remember

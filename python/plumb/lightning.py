@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ._C import Error
 from .ddp import DistributedDataParallel
 from .engine import Engine
-from .optim_whole import whole_state
+from .optim.whole import whole_state
 from .units import UnitsArgument
 
 

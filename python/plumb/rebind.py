@@ -24,7 +24,7 @@ REBOUND: dict[str, tuple[str, ...]] = {
         "torch.distributed.fsdp._fully_shard.fully_shard",
         "torch.distributed._composable.fsdp.fully_shard",
     ),
-    "plumb.fsdp_module.register_fsdp_forward_method": (
+    "plumb.fsdp.module.register_fsdp_forward_method": (
         "torch.distributed.fsdp.register_fsdp_forward_method",
         "torch.distributed.fsdp._fully_shard.register_fsdp_forward_method",
         "torch.distributed._composable.fsdp.register_fsdp_forward_method",

@@ -140,7 +140,7 @@ class Buffers:
 
 
 # Modules are registered inside of compiled regions, too (torch's own wrappers are), where Dynamo looks at every frame: these two are
-# skipped (compiled_units.py), and call nothing else that is written in Python for a newcomer.
+# skipped (compiled/units.py), and call nothing else that is written in Python for a newcomer.
 
 
 def _notice(module: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:

@@ -1,6 +1,6 @@
 // The operators through which a compiled graph has whole parameters of sharded units.
 //
-// plumb::unit marks in a graph that is traced where a unit is entered. A pass over the graph (python/plumb/compiled_units.py)
+// plumb::unit marks in a graph that is traced where a unit is entered. A pass over the graph (python/plumb/compiled/units.py)
 // replaces it by plumb::gather, whose results are plain tensors of the graph: the compiler frees them behind their last use, and
 // makes them again in the backward instead of saving them. So there is nothing to release, and nothing that could be read after it.
 #include "unit/inside.h"

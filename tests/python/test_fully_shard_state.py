@@ -382,5 +382,5 @@ def test_an_unchanged_program_gets_it(tmp_path: pathlib.Path) -> None:
         env={**os.environ, "PYTHONPATH": str(package)},
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["plumb.fsdp", "plumb.fsdp_module"]
+    assert run.stdout.split() == ["plumb.fsdp", "plumb.fsdp.module"]
     assert "torch.distributed.fsdp.fully_shard is plumb.fully_shard" in run.stderr

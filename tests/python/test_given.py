@@ -258,7 +258,7 @@ def test_state_of_a_parameter_as_a_whole_is_told_from_that_of_its_elements() -> 
 
 
 def test_parts_of_the_state_are_joined_in_the_order_of_memory() -> None:
-    from plumb.optim_whole import _joined
+    from plumb.optim.whole import _joined
 
     for parameter in (torch.zeros(3, 4), torch.zeros(4, 3).t(), torch.zeros(12)):
         flat = torch.arange(12.0)

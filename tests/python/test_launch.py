@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import plumb
-import plumb.durable
-import plumb.optim_settings
+import plumb.save.durable
+import plumb.optim.compared
 
 
 def told(word: str, number: int) -> tuple[Any, ...]:
@@ -92,16 +92,16 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: pathlib.Path) -> None:
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    plumb.durable.write_text(path, "naïve")
+    plumb.save.durable.write_text(path, "naïve")
     assert path.read_bytes() == "naïve".encode()
-    with pytest.raises(ValueError, match="enough"), plumb.durable.whole(path) as file:
+    with pytest.raises(ValueError, match="enough"), plumb.save.durable.whole(path) as file:
         file.write(b"half of")
         assert path.read_bytes() == "naïve".encode(), "the old one until the new one is whole"
         raise ValueError("enough")
     assert path.read_bytes() == "naïve".encode()
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
     monkeypatch.chdir(tmp_path)
-    plumb.durable.write_text("file", "")  # a name without a folder, and nothing in it
+    plumb.save.durable.write_text("file", "")  # a name without a folder, and nothing in it
     assert path.read_bytes() == b""
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
@@ -123,7 +123,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_folder_after(tmp_p
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    plumb.durable.write_text(tmp_path / "file", "all of it")
+    plumb.save.durable.write_text(tmp_path / "file", "all of it")
     assert calls == ["fsync file.unfinished", "name file", "fsync the folder"]
 
 
@@ -135,7 +135,7 @@ def test_every_number_of_an_optimizer_is_compared() -> None:
         "params": [torch.ones(2)], "lr": torch.tensor(0.25), "betas": (0.5, 0.75), "flag": True, "count": 3, "many": torch.ones(2),
         "imaginary": torch.tensor(1j), "none": None, "name": "x", "list": [1, torch.tensor(2)],
     }  # fmt: skip
-    assert plumb.optim_settings.numbers_of(group, "g") == [
+    assert plumb.optim.compared.numbers_of(group, "g") == [
         ("betas of g", 0.5), ("betas of g", 0.75), ("count of g", 3.0), ("flag of g", 1.0), ("list of g", 1.0), ("list of g", 2.0),
         ("lr of g", 0.25),
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_every_number_of_an_optimizer_is_compared() -> None:
 
 def test_the_layout_of_an_optimizer_is_compared_and_nothing_of_its_values() -> None:
     def digest(kind: type[torch.optim.Optimizer], *groups: dict[str, Any], **more: Any) -> float:
-        values = dict(plumb.optim_settings.settings(kind(list(groups), **more)))
+        values = dict(plumb.optim.compared.settings(kind(list(groups), **more)))
         return values["the optimizer's class, groups and parameters (as a digest)"]
 
     def one(*shapes: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def test_the_layout_of_an_optimizer_is_compared_and_nothing_of_its_values() -> N
     assert len({base, *others}) == 6
     # A group that comes later is seen, and so are steps that were left by an exception.
     optimizer = torch.optim.SGD([torch.rand(2)], lr=0.1)
-    before = plumb.optim_settings.settings(optimizer)
-    assert plumb.optim_settings.settings(optimizer) == before
+    before = plumb.optim.compared.settings(optimizer)
+    assert plumb.optim.compared.settings(optimizer) == before
     optimizer.add_param_group({"params": [torch.rand(3)], "lr": 0.5})
-    after = plumb.optim_settings.settings(optimizer)
+    after = plumb.optim.compared.settings(optimizer)
     assert after[1] != before[1]
     assert ("lr of the optimizer's group 1", 0.5) in after
-    assert plumb.optim_settings.settings(optimizer, 2)[0][1] == 2.0 and after[0][1] == 0.0
+    assert plumb.optim.compared.settings(optimizer, 2)[0][1] == 2.0 and after[0][1] == 0.0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import plumb
-from plumb.optim_trial import looks_at_others
+from plumb.optim.trial import looks_at_others
 from stage import Block, Play, distance, make
 from test_optim import step_twin
 

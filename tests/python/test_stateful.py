@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import plumb
 from plumb.formats.command import main
-from plumb.stateful import Shards, boxes
+from plumb.save.stateful import Shards, boxes
 
 
 class Net(torch.nn.Module):

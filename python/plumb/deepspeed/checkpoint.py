@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import save as _save
 from .._C import Loading, SaveError, SavedCheckpoint
-from ..durable import write_text
+from ..save.durable import write_text
 from ..given import uncompiled
 from .config import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..durable import whole
+from ..save.durable import whole
 from .contents import Entry
 
 DTYPES: dict[str, torch.dtype] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._C import Error
-from ..durable import write_text
+from ..save.durable import write_text
 from . import files
 from .contents import Contents, Entry
 

@@ -18,7 +18,7 @@ import torch
 from .. import save as _save
 from .._C import Error
 from ..deepspeed.checkpoint import latest_in
-from ..durable import write_text
+from ..save.durable import write_text
 from . import files, unpickle
 from .contents import Contents, Entry, Optimizer
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-from . import _C, compiled
-from .fsdp_engine import Engine
+from .. import _C, compiled
+from .engine import Engine
 from .sharded import Sharded, ShardedParameter
 
 

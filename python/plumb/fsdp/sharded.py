@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.hooks import RemovableHandle
 
-from . import _C
-from ._C import Error
-from .fsdp_parallel import Parallel, part_of
+from .. import _C
+from .._C import Error
+from .parallel import Parallel, part_of
 
 _BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put a gradient
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch._C._distributed_c10d import Reducer as _Torchs
 from torch.nn.parallel.distributed import _DDPJoinHook
 
-from ._C import Error
+from .._C import Error
 
 #: Calls that tell torch's reducer what Plumb sees by itself.
 _QUIET = {

@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel as _Torchs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import compiled
-from ._C import Error
-from .ddp_reducer import JoinHook, Logger, Reducer
-from .ddp_steps import Steps
-from .engine import Engine
-from .optim_settings import refuse_sparse
-from .world import check_processes, world
+from .. import compiled
+from .._C import Error
+from .reducer import JoinHook, Logger, Reducer
+from .steps import Steps
+from ..engine import Engine
+from ..optim.compared import refuse_sparse
+from ..world import check_processes, world
 
 _TORCHS = frozenset(inspect.signature(_Torchs).parameters)  # the arguments that this torch knows
 _wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()

@@ -18,8 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from . import _C, optim
-from ._C import Error, Outer, OuterTensor
+from .. import _C, optim
+from .._C import Error, Outer, OuterTensor
 
 Place = OuterTensor.Place
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import _C
-from ._C import Error
+from .. import _C
+from .._C import Error
 
 
 class Early:

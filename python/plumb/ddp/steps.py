@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .engine import Engine
-from .optim_settings import numbers_of
+from ..engine import Engine
+from ..optim.compared import numbers_of
 
 NAME = "the number of optimizer steps over the wrapped model's parameters (one that throws does not count)"
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule as _Torchs
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.tensor import DTensor
 
-from . import fsdp_rows
-from ._C import Error
-from .fsdp_unit import Unit
+from . import rows
+from .._C import Error
+from .unit import Unit
 
 _UNIT = "_plumb_fsdp_unit"
 
@@ -86,7 +86,7 @@ class FSDPModule(_Torchs):
             unit.follow_places()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        fsdp_rows.clear(cast(nn.Module, self).parameters(), set_to_none)
+        rows.clear(cast(nn.Module, self).parameters(), set_to_none)
         cast(nn.Module, super()).zero_grad(set_to_none)
 
     # ---- parameters

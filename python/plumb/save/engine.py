@@ -9,8 +9,8 @@ from typing import Any, Union
 
 import torch
 
-from . import _C, given as _given, optim, save as _save
-from ._C import Error, LoadInfo, World
+from .. import _C, given as _given, optim, save as _save
+from .._C import Error, LoadInfo, World
 
 #: What may step the parameters.
 AnyOptimizer = Union[_C.AdamW, _C.SGD, torch.optim.Optimizer, None]

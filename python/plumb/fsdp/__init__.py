@@ -16,13 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._C import Error
-from .fsdp_module import _UNIT, FSDPModule, Misuse, unit_of
-from .fsdp_optim import watch_optimizers
-from .fsdp_parallel import Parallel, part_of
-from .fsdp_unit import Unit
+from .._C import Error
+from .module import _UNIT, FSDPModule, Misuse, unit_of
+from .optim import watch_optimizers
+from .parallel import Parallel, part_of
+from .unit import Unit
 from .sharded import Cut, Place, Sharded, ShardedParameter, sharded_of
-from .world import check_processes
+from ..world import check_processes
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.hooks
 
-from ._C import Error
+from .._C import Error
 
 
 def inside_a_step(optimizer: torch.optim.Optimizer) -> bool:

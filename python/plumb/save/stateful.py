@@ -21,12 +21,12 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from . import optim, save as _save
-from ._C import Error
-from .given import refusal
+from .. import optim, save as _save
+from .._C import Error
+from ..given import refusal
 
 if TYPE_CHECKING:
-    from .engine_saving import Saving
+    from .engine import Saving
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offsets, sizes, and which elements they are in the order of the shape
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _C, compiled, replaced
-from .optim_settings import settings
+from .. import _C, compiled, replaced
+from ..optim.compared import settings
 from .sharded import Sharded, ShardedParameter, something_to_train
-from .world import of_mesh, remember
+from ..world import of_mesh, remember
 
 if TYPE_CHECKING:
-    from .fsdp_unit import Unit
+    from .unit import Unit
 
 _numbers = itertools.count()
 

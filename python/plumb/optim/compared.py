@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._C import Error
+from .._C import Error
 
 
 def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.hooks
 
-from . import _C
-from ._C import Error
-from .optim_early import Early
-from .optim_flat import Flat
-from .optim_hooks import LastHook, check_outside as check_outside, closure_of, inside_a_step, swap
-from .optim_replicated import Whole as Whole
-from .optim_settings import refuse_sparse, settings
-from .optim_trial import looks_at_others
+from .. import _C
+from .._C import Error
+from .early import Early
+from .flat import Flat
+from .hooks import LastHook, check_outside as check_outside, closure_of, inside_a_step, swap
+from .replicated import Whole as Whole
+from .compared import refuse_sparse, settings
+from .trial import looks_at_others
 
 O = TypeVar("O", bound=type[torch.optim.Optimizer])
 

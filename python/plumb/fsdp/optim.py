@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import compiled, fsdp_rows, fsdp_whole, optim, optim_hooks
-from .fsdp_engine import Engine
-from .fsdp_parallel import part_of
-from .optim_settings import refuse_sparse
+from .. import compiled, optim
+from . import rows, whole
+from ..optim import hooks as optim_hooks
+from .engine import Engine
+from .parallel import part_of
+from ..optim.compared import refuse_sparse
 from .sharded import Sharded, sharded_of
 
 
@@ -78,7 +80,7 @@ _outside = compiled.outside("plumb.fully_shard settles gradients around a step, 
 
 @_outside
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fsdp_rows.end(optimizer)  # of a step that was left by an exception
+    rows.end(optimizer)  # of a step that was left by an exception
     engines = engines_of(optimizer)
     if not engines:
         return None
@@ -96,13 +98,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         engines = engines_of(optimizer)
     for engine in engines:
         engine.begin_step(optimizer)
-    fsdp_rows.begin(optimizer)
+    rows.begin(optimizer)
     return result
 
 
 @_outside
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    fsdp_rows.end(optimizer)
+    rows.end(optimizer)
     for engine in engines_of(optimizer):
         engine.abandon()
 
@@ -113,7 +115,7 @@ def _clear_first(kind: type[torch.optim.Optimizer]) -> None:
     @functools.wraps(inner)
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         for group in self.param_groups:
-            fsdp_rows.clear(group["params"], set_to_none)
+            rows.clear(group["params"], set_to_none)
         inner(self, set_to_none)
 
     kind.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -128,8 +130,8 @@ def watch_optimizers() -> None:
     if not _installed:
         _installed = True
         for kind in optim._ELEMENTWISE:  # before schedulers take their steps
-            fsdp_rows.guard(kind)
-        fsdp_whole.watch()
+            rows.guard(kind)
+        whole.watch()
         _clear_first(torch.optim.Optimizer)
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)

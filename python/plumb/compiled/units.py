@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _C, replaced, units
+from .. import _C, replaced, units
 
 _REASON = (
     "plumb gathers and releases a unit's sharded parameters around its forward, outside of compiled graphs:"

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import _C, optim, optim_hooks
+from .. import _C, optim
+from ..optim import hooks as optim_hooks
 from .sharded import Sharded
 
 State = dict[Any, dict[str, Any]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from . import _C
-from .optim_flat import Flat
-from .optim_hooks import StandIn, closure_of, inside_a_step, swap
-from .optim_settings import settings
+from .. import _C
+from .flat import Flat
+from .hooks import StandIn, closure_of, inside_a_step, swap
+from .compared import settings
 
 
 class Whole:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._C import Error
-from .engine import Engine
-from .optim import MARK, Pieces, is_number
+from .._C import Error
+from ..engine import Engine
+from . import MARK, Pieces, is_number
 
 #: Of one parameter on one rank: what is kept of its elements from the first number on, and what is kept of it as a whole.
 _Part = tuple[int, dict[str, torch.Tensor], dict[str, Any]]

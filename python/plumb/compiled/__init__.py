@@ -18,7 +18,8 @@ import torch
 import torch._subclasses.meta_utils as _descriptions
 from torch._compile import _disable_dynamo
 
-from . import _C, compiled_units
+from .. import _C
+from . import units
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -224,7 +225,7 @@ def aot_eager_backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) 
         return make_boxed_func(module.forward)
 
     def forward(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        if compiled_units.insert_gathers(module.graph):  # a graph without a backward
+        if units.insert_gathers(module.graph):  # a graph without a backward
             module.recompile()
         return make_boxed_func(module.forward)
 
@@ -260,8 +261,8 @@ def _keep_out() -> None:
     _kept_out = True
     from torch._dynamo import trace_rules
 
-    for name in ("engine", "optim", "optim_flat", "optim_hooks", "optim_replicated", "optim_settings", "fsdp_optim", "fsdp_rows", "replaced"):
-        trace_rules.add(f"{__package__}.{name}")
+    for name in ("engine", "optim", "fsdp.optim", "fsdp.rows", "replaced"):  # a package with all that is in it
+        trace_rules.add(f"{_C.__name__.removesuffix('._C')}.{name}")
 
 
 def _install() -> None:
@@ -284,16 +285,16 @@ def _install() -> None:
         def __call__(self, graph: torch.fx.Graph) -> None:
             for other in others:
                 other(graph)
-            compiled_units.insert_gathers(graph)  # of a graph without a backward
+            units.insert_gathers(graph)  # of a graph without a backward
             insert_deliveries(graph)
 
         def uuid(self) -> Any:
             theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in others]
-            mine = get_hash_for_files((__file__, compiled_units.__file__))
+            mine = get_hash_for_files((__file__, units.__file__))
             return None if None in theirs else (mine, deliver_inside, *theirs)
 
     _break_at_backwards()
-    compiled_units.install()
+    units.install()
     config.post_grad_custom_post_pass = Deliveries()
     known = list_backends(exclude_tags=())
     for name, function in (("plumb", backend), ("plumb_aot_eager", aot_eager_backend)):
