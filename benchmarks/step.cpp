@@ -125,7 +125,7 @@ struct Variant {
   std::string name;
   Model model;
   Training training;
-  std::vector<std::vector<double>> rounds = {};  // milliseconds
+  std::vector<std::vector<double>> rounds = {};   // milliseconds
   std::array<std::vector<double>, 4> parts = {};  // forward, backward, update, clear: the host's milliseconds, by step
   int64_t done = 0;
 
