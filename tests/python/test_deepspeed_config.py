@@ -127,6 +127,16 @@ OTHERWISE = {  # methods of DeepSpeed's that are not called as their keys are
 }  # fmt: skip
 
 
+def test_sections_that_are_switched_off_are_taken() -> None:
+    """Configs that people copy name what they do not use."""
+    for name in ("flops_profiler", "tensorboard", "wandb", "comms_logger", "elasticity", "autotuning", "amp", "hybrid_engine"):
+        Config({"train_batch_size": 4, name: {"enabled": False, "anything": 1}}, 2)
+    for section in ({"compile": {"deepcompile": False}}, {"compile": {}}, {"tensor_parallel": {"autotp_size": 1}}, {"tensor_parallel": {}}):
+        Config({"train_batch_size": 4, **section}, 2)
+    for section in ({"compile": {"deepcompile": True}}, {"compile": {"enabled": True}}, {"tensor_parallel": {"autotp_size": 2}}):
+        refused({"train_batch_size": 4, **section}, f"'{next(iter(section))}' in the DeepSpeed config is not supported")
+
+
 def test_methods_ask_for_the_key_of_their_name() -> None:
     for method, key in methods.GETTERS.items():
         section, _, name = key.rpartition(".")

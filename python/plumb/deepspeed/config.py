@@ -17,7 +17,7 @@ WORKS, NOTHING, RAISES = "works", "no-op by design", "raises"
 
 class Key(NamedTuple):
     """``kind``: what a value must be. ``default``: what it is where nobody says, or says "auto". A key that ``raises`` is
-    accepted with its default, and a section that does so when it is empty or not ``enabled``."""
+    accepted with its default, and a section that does so when it is switched off."""
 
     name: str
     kind: str
@@ -43,6 +43,19 @@ def _raises(name: str, kind: str, default: Any, meaning: str) -> Key:
 
 def _whole_section(name: str, meaning: str) -> Key:
     return Key(name, "section", None, RAISES, meaning)
+
+
+#: Sections without ``enabled``: what switches them on, and its values that do not.
+_SWITCHES: dict[str, tuple[str, tuple[Any, ...]]] = {"compile": ("deepcompile", (False,)), "tensor_parallel": ("autotp_size", (0, 1))}
+
+
+def _is_off(key: Key, section: dict[str, Any]) -> bool:
+    if "enabled" in section:
+        return section["enabled"] is False
+    if key.name in _SWITCHES:
+        switch, off = _SWITCHES[key.name]
+        return section.get(switch, off[0]) in off
+    return not section
 
 
 TABLE: tuple[Section, ...] = (
@@ -322,7 +335,7 @@ class Config:
         if target in SECTIONS:
             self.was_given.add(target)
             self._read(target, value)
-        elif key.status == RAISES and value and value.get("enabled", True) is not False:
+        elif key.status == RAISES and not _is_off(key, value):
             raise ConfigError(f"'{key.name}' in the DeepSpeed config is not supported: {key.meaning}")
 
     def _check(self) -> None:
