@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import plumb
 from sharding import Cases, mlps, plain_loss, reduce_gradients, same, shard, train_both
@@ -255,6 +256,135 @@ def optimizers_run_in_hooks_after_accumulation() -> None:
         theirs.zero_grad()
         same(reference, model)
 
+
+class Sam(torch.optim.SGD):
+    """Known to nobody: it may ask for its closure at any time."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@case
+def a_closure_has_gradients_wherever_the_step_is_called() -> None:
+    for kind in (torch.optim.SGD, torch.optim.AdamW, Sam):
+        for ran in (False, True):
+            model = mlps()
+            reference = copy.deepcopy(model)
+            shard(model)
+            if ran:
+                plain_loss(model, 7)
+            mine, theirs = (kind(one.parameters(), lr=0.1) for one in (model, reference))
+
+            def closure(one: nn.Module = model) -> torch.Tensor:
+                loss = plain_loss(one, 0)
+                loss.backward()
+                return loss
+
+            plain_loss(reference, 0).backward()
+            reduce_gradients(reference)
+            with torch.no_grad():
+                mine.step(closure=closure)
+            (torch.optim.SGD if kind is Sam else kind).step(theirs)
+            same(reference, model)
+
+
+@case
+def the_first_forward_may_be_in_a_closure_that_keeps_its_gradients() -> None:
+    for kind in (torch.optim.SGD, Sam):
+        model = mlps()
+        reference = copy.deepcopy(model)
+        shard(model)
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        mine, theirs = (torch.optim.SGD(reference.parameters(), lr=0.1) if one is reference else kind(one.parameters(), lr=0.1) for one in (model, reference))
+        mine.step(lambda one=model: plain_loss(one, 0).backward())
+        plain_loss(reference, 0).backward()
+        reduce_gradients(reference)
+        theirs.step()
+        same(reference, model)
+
+
+@case
+def a_hook_after_the_step_sees_parameters_and_state_as_they_are_shown() -> None:
+    model = shard(mlps())
+    seen: list[bool] = []
+    for register in ("register_step_post_hook", "register_step_pre_hook"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def look(steps: torch.optim.Optimizer, *_: Any) -> None:
+            known = steps.param_groups[0]["params"] + [value for state in steps.state.values() for value in state.values() if value.dim()]
+            seen.append(all(isinstance(one, DTensor) for one in known) and set(steps.state) <= set(model.parameters()))
+
+        getattr(optimizer, register)(look)
+        for step in range(2):
+            plain_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [True] * 4
+
+
+class Throws(torch.optim.SGD):
+    """Of a class of its own, declared elementwise, that ends in an error once."""
+
+    throws = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.throws:
+            raise ValueError("on purpose")
+
+
+plumb.elementwise(Throws)
+
+
+@case
+def a_step_of_any_class_that_throws_gives_parameters_and_state_back() -> None:
+    model = mlps()
+    shard(model)
+    optimizer = Throws(model.parameters(), lr=0.1, momentum=0.9)
+    for throws in (False, True, False):
+        optimizer.throws = throws
+        plain_loss(model, 0).backward()
+        if throws:
+            with pytest.raises(ValueError, match="on purpose"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in model.parameters()]
+        assert all(isinstance(optimizer.state[one]["momentum_buffer"], DTensor) for one in model.parameters())
+        optimizer.zero_grad()
+
+
+@case
+def a_state_that_is_placed_in_another_way_is_cut_as_its_parameter() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
+    for step in range(3):
+        for one, optimizer in ((model, mine), (reference, theirs)):
+            plain_loss(one, step).backward()
+            if one is reference:
+                reduce_gradients(one)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(reference, model)
+        for parameter in model.parameters():
+            state = mine.state[parameter]
+            state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=[Replicate()])
+
+
+@case
+def another_learning_rate_on_one_rank_is_an_error_on_every_rank() -> None:
+    model = shard(mlps())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    plain_loss(model, 0).backward()
+    with pytest.raises(plumb.Error, match="lr of the optimizer"):
+        optimizer.step()
 
 @pytest.mark.parametrize("name", case.all)
 def test_on_two_ranks(name: str) -> None:

@@ -15,7 +15,7 @@ from ..optim import hooks as optim_hooks
 from .engine import Engine
 from .parallel import part_of
 from ..optim.compared import refuse_sparse
-from .sharded import Sharded, sharded_of
+from .sharded import Sharded, ShardedParameter, sharded_of
 
 
 class _Once:
@@ -61,6 +61,11 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     return found
 
 
+def _steps_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Also where there is no engine yet."""
+    return any(isinstance(parameter, ShardedParameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _exchange(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], i: int, one: Sharded) -> None:
     old, parameters[i] = parameters[i], one.sharded
     state = optimizer.state.pop(old, None)
@@ -82,10 +87,10 @@ _outside = compiled.outside("plumb.fully_shard settles gradients around a step, 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows.end(optimizer)  # of a step that was left by an exception
     engines = engines_of(optimizer)
-    if not engines:
+    closure, args, kwargs = optim_hooks.closure_of(args, kwargs)
+    if not engines and (closure is None or not _steps_rows(optimizer)):
         return None
     refuse_sparse(optimizer)
-    closure, args, kwargs = optim_hooks.closure_of(args, kwargs)
     result = None
     if closure is not None:
         wrapped: Callable[[], Any]
@@ -95,10 +100,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         else:
             wrapped = _Whenever(optimizer, closure)
         result = (args[0], wrapped, *args[1:]), kwargs
-        engines = engines_of(optimizer)
+        engines = engines_of(optimizer)  # a closure may run the first forward
     for engine in engines:
         engine.begin_step(optimizer)
-    rows.begin(optimizer)
+    if engines:
+        rows.begin(optimizer)
     return result
 
 
