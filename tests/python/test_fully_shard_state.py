@@ -348,6 +348,107 @@ def an_optimizer_that_throws_can_step_again() -> None:
     same(reference, model)
 
 
+@case
+def a_state_dict_has_rows_also_between_a_forward_and_its_backward() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    plumb.fully_shard(model)
+    loss = plain_loss(model, 0)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor), name
+        torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name])
+    loss.backward()
+    plain_loss(reference, 0).backward()
+    reduce_gradients(reference)
+    same(reference, model)
+
+
+@case
+def what_is_loaded_while_a_module_shows_whole_parameters_counts() -> None:
+    model, other = mlps(), mlps()
+    reference = copy.deepcopy(model)
+    plumb.fully_shard(model)
+    plumb.fully_shard(other)
+    for one in (reference, other):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+    plain_loss(model, 0)
+    model.load_state_dict(other.state_dict())
+    same(reference, model)
+    train_both(model, reference, steps=1)
+
+
+@case
+def what_is_assigned_inside_of_a_unit_is_not_seen_by_ranks_that_still_evaluate() -> None:
+    model = mlps(count=4)  # of which the next one may be gathered ahead
+    reference = copy.deepcopy(model)
+    shard(model)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    last = model[3].out_proj
+    with torch.no_grad():
+        model(x)
+        dist.barrier()
+        expected = reference(x)
+        if dist.get_rank() == 1:
+            model(x)
+            doubled = {name: value.mul(2) for name, value in last.state_dict().items()}
+            last.load_state_dict(doubled, assign=True)
+            dist.barrier()
+        else:
+            handle = model[0].register_forward_hook(lambda *_: dist.barrier())
+            found = model(x)
+            handle.remove()
+            torch.testing.assert_close(found, expected)
+            last.load_state_dict({name: value.mul(2) for name, value in last.state_dict().items()}, assign=True)
+        for parameter in reference[3].out_proj.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(model(x), reference(x))
+    train_both(model, reference, steps=2)
+
+
+@case
+def what_is_assigned_after_the_first_forward_counts_and_so_do_its_later_writes() -> None:
+    def alike() -> None:
+        same(reference, model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x).double(), reference(x), atol=1e-5, rtol=1e-5)
+
+    def change(one: nn.Module, factor: float, more: float) -> None:
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(factor).add_(more)
+
+    x = torch.ones(2, 5, dtype=torch.float64)
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float32)):
+        for how in ("a unit", "a module inside", "by hand"):
+            model, other = mlps(), mlps()
+            reference = copy.deepcopy(model)
+            shard(model, mp_policy=policy)
+            shard(other)
+            model(x).sum().backward()
+            model.zero_grad()
+            for factor in (0.5, 1.5, 1.1):
+                change(reference, factor, 0.0)
+                change(other, factor, 0.0)
+                state = {name: value.clone() for name, value in other.state_dict().items()}
+                for name, module in model.named_modules():
+                    if how == "by hand":
+                        for key in module._parameters:
+                            setattr(module, key, nn.Parameter(state[f"{name}.{key}"]))
+                    elif how == "a unit" if module is model else how != "a unit" and isinstance(module, nn.Linear):
+                        start = f"{name}." if name else ""
+                        part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+                        module.load_state_dict(part, assign=True)
+                alike()
+                for one in (model, reference, other):
+                    change(one, 1.0, 0.01)
+                alike()
+            if policy.param_dtype is None:
+                train_both(model, reference, steps=2)
+
+
 # ---- running them
 
 

@@ -234,11 +234,7 @@ class Sharded:
         parameter.__class__ = ShardedParameter  # type: ignore[assignment]
         parameter._sharded = self  # type: ignore[attr-defined]
         self.sharded: Any = parameter
-        if self.memory is not None and self.dtype == self.compute and self.local is not self._rows:
-            with torch.no_grad():
-                self._rows.copy_(self.local)
-            self.sharded._local_tensor = self._rows
-        self.moved()
+        self.moved()  # and not yet in the engine's memory, which other ranks may be reading: the next forward or step puts it there
         if self.uses == 0:
             self.show()
 
