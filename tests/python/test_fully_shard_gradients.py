@@ -18,6 +18,12 @@ from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same
 case = Cases(2)
 
 
+def same_rows(reference: nn.Module, model: nn.Module) -> None:
+    """Of parameters alone: whoever reads a gradient settles it."""
+    for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor(), whole.detach())
+
+
 @case
 def an_assigned_gradient_that_a_kept_one_is_added_to() -> None:
     model = mlps()
@@ -213,6 +219,63 @@ def a_gradient_that_is_shown_narrower_than_it_is_kept_may_be_changed_in_place() 
         moved = any(not torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
         assert moved == (step == 1)
 
+
+@case
+def a_penalty_on_the_rows_counts_where_nobody_looked_at_its_gradient() -> None:
+    for kind in (torch.optim.SGD, torch.optim.LBFGS):  # of which one is handed rows, and one all parameters
+        model = mlps(count=2)
+        reference = copy.deepcopy(model)
+        shard(model)
+        for one, rate in ((model, 1.0), (reference, 1.0)):
+            optimizer = kind(one.parameters(), lr=0.1, **({} if kind is torch.optim.SGD else {"max_iter": 1}))  # type: ignore[arg-type]
+
+            def closure(one: nn.Module = one, optimizer: Any = optimizer, rate: float = rate) -> float:
+                optimizer.zero_grad()
+                penalty: Any = sum(parameter.pow(2).sum() for parameter in one.parameters())
+                penalty = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+                (plain_loss(one, 0) + rate * penalty).backward()
+                if one is reference:  # noqa: B023
+                    reduce_gradients(one)
+                return 0.0
+
+            optimizer.step(closure)
+        same_rows(reference, model)
+
+
+@case
+def a_gradient_that_is_deleted_is_gone() -> None:
+    model = mlps(count=1)
+    shard(model)
+    plain_loss(model, 0).backward()
+    for parameter in model.parameters():
+        del parameter.grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+    reference = mlps(count=1)
+    plain_loss(model, 1).backward()
+    plain_loss(reference, 1).backward()
+    reduce_gradients(reference)
+    same(reference, model)
+
+
+@case
+def a_gradient_may_be_assigned_whatever_dtype_it_is_summed_in() -> None:
+    for policy in (
+        MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64),
+    ):
+        model = shard(mlps().bfloat16() if policy.param_dtype is None else mlps().float(), mp_policy=policy)
+        for ran in (False, True):
+            if ran:
+                model(torch.ones(2, 5, dtype=next(model.parameters()).dtype))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            for parameter, was in zip(model.parameters(), before, strict=True):
+                torch.testing.assert_close(parameter.full_tensor(), was - 0.5)
+            optimizer.zero_grad()
 
 @pytest.mark.parametrize("name", case.all)
 def test_on_two_ranks(name: str) -> None:

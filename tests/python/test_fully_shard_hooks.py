@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -296,6 +297,54 @@ def what_units_inside_ignore_is_nobodys_business_later_either() -> None:
     optimizer.step()
     assert model[0].in_proj.bias is own and own.grad is not None and not isinstance(own, DTensor)
 
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+
+@case
+def a_backward_that_failed_calls_no_post_accumulate_hook_then_or_later() -> None:
+    model = shard(mlps())
+    plain_loss(model, 0).backward()  # there are gradients
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    with pytest.raises(ValueError, match="on purpose"):
+        model[2](model[1](Fails.apply(model[0](batch(model, 1))))).sum().backward()
+    assert called == []
+    model[0](batch(model, 2)).sum().backward()
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters() if name.startswith("0."))
+
+
+@case
+def post_accumulate_hooks_come_in_one_order_on_every_rank() -> None:
+    """They may step optimizers, which ranks do together, whatever order the gradients came in here."""
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    order: list[int] = []
+    numbers = {parameter: i for i, parameter in enumerate(model.parameters())}
+
+    def step(parameter: torch.Tensor) -> None:
+        order.append(numbers[parameter])  # type: ignore[index]
+        optimizers[parameter].step()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    blocks = [0, 1, 2] if dist.get_rank() == 0 else [2, 0, 1]
+    for one in (model, reference):
+        torch.stack([one[i](batch(one, i)).pow(2).mean() for i in blocks]).sum().backward()
+    assert order == sorted(order) and len(order) == len(numbers)
+    reduce_gradients(reference)
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    same(reference, model)
 
 @pytest.mark.parametrize("name", case.all)
 def test_on_two_ranks(name: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -244,6 +245,84 @@ def arguments_of_another_kind_are_named() -> None:
         with pytest.raises(plumb.Error, match=f"{name} of fully_shard is 3; expected a {kind}"):
             plumb.fully_shard(nn.Linear(2, 2), **{name: 3})
 
+
+@case
+def a_dimension_may_be_counted_from_the_end() -> None:
+    model = mlps(width=6)
+    reference = copy.deepcopy(model)
+    shard(model, shard_placement_fn=lambda parameter: Shard(-1))
+    assert {parameter.placements for parameter in model.parameters()} == {(Shard(0),), (Shard(1),)}
+    train_both(model, reference, loss=lambda one, step: one(torch.ones(2, 6, dtype=torch.float64) * (step + dist.get_rank())).pow(2).mean())
+
+
+@case
+def a_number_of_ranks_to_reshard_to_lets_go_after_a_forward() -> None:
+    for number in (1, 2):
+        model = plumb.fully_shard(MLP(4), reshard_after_forward=number)
+        loss = model(torch.ones(2, 4)).sum()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), number
+        loss.backward()
+
+
+@case
+def parameters_may_be_neighbours_in_one_memory() -> None:
+    flat = torch.randn(32)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for i in (1, 0):
+        model[i].weight = nn.Parameter(flat[16 * i : 16 * i + 16].view(4, 4))  # type: ignore[assignment]
+        plumb.fully_shard(model[i])
+    plumb.fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@case
+def hooks_of_before_find_whole_parameters_in_a_forward_and_rows_around_it() -> None:
+    seen: list[tuple[str, bool]] = []
+    model = MLP(4)
+    model.register_forward_pre_hook(lambda module, _: seen.append(("before", isinstance(module.in_proj.weight, DTensor))))
+    plumb.fully_shard(model, reshard_after_forward=True)
+    model.register_forward_pre_hook(lambda module, _: seen.append(("later", isinstance(module.in_proj.weight, DTensor))))
+    model.register_forward_hook(lambda module, *_: seen.append(("after", isinstance(module.in_proj.weight, DTensor))))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [("before", False), ("later", False), ("after", True)]
+
+
+@case
+def others_find_what_was_applied() -> None:
+    model = nn.Sequential(MLP(4), MLP(4))
+    plumb.fully_shard(model[0])
+    assert "fully_shard" in _get_registry(model[0]) and not _get_registry(model[1])  # type: ignore[operator]
+
+
+@case
+def a_slice_of_a_sharded_container_is_a_plain_one_of_the_same_modules() -> None:
+    model = shard(mlps())
+    part = model[:2]
+    assert type(part) is nn.Sequential and list(part) == [model[0], model[1]] and not part._forward_hooks
+    x = torch.ones(2, 5, dtype=torch.float64)
+    torch.testing.assert_close(part(x), model[1](model[0](x)))
+
+
+@case
+def forwards_are_in_the_policys_dtype_and_inputs_are_cast_where_it_says_so() -> None:
+    class Sees(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, self.weight.dtype))
+            out: torch.Tensor = super().forward(x.to(self.weight.dtype))
+            return out
+
+    for casts, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        seen: list[tuple[torch.dtype, torch.dtype]] = []
+        model = plumb.fully_shard(Sees(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=casts))
+        model(torch.ones(2, 4)).sum().backward()
+        assert seen == [(dtype, torch.bfloat16)]
+
+
+@case
+def a_narrower_dtype_to_reduce_in_is_taken_as_the_parameters_own() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    train_both(shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)), reference, steps=2)
 
 @pytest.mark.parametrize("name", case.all)
 def test_fully_shard_init(name: str) -> None:

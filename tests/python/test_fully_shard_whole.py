@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import plumb
 from sharding import Cases, mlps, plain_loss, reduce_gradients, same, shard
@@ -96,6 +97,88 @@ def a_weight_that_its_own_forward_changes_is_an_error() -> None:
     with pytest.raises(plumb.Error, match="'weight' of a FSDPEmbedding was changed"):
         optimizer.step()
 
+
+@case
+def what_is_written_into_whole_parameters_is_an_error_of_the_forward_that_lets_them_go() -> None:
+    model = mlps(count=2)
+    plumb.fully_shard(model[0])  # type: ignore[operator]
+    plumb.fully_shard(model)
+    plain_loss(model, 0)
+    with torch.no_grad():
+        model[0].in_proj.weight.mul_(0.5)  # rows, which the next forward gathers anew
+        model[1].in_proj.weight.mul_(0.5)
+        with pytest.raises(plumb.Error, match="was changed while its module showed it whole"):
+            plain_loss(model, 0)
+        plain_loss(model, 0)  # said once
+
+
+@case
+def a_step_after_a_forward_without_a_backward_shows_rows_again() -> None:
+    model, reference, optimizers = both()
+    step_both(model, reference, optimizers, 0)
+    for one in (model, reference):
+        plain_loss(one, 1).backward()
+        plain_loss(one, 2)  # nobody asks for its backward
+    reduce_gradients(reference)
+    for optimizer in optimizers:
+        optimizer.step()
+    same(reference, model)  # of rows, and not of what was whole before the step
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    step_both(model, reference, optimizers, 3)
+
+
+@case
+def a_backward_inside_of_a_forward_leaves_the_unit_whole() -> None:
+    """Forces, which are gradients, and a unit that is whole already from a forward before."""
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            (forces,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+            assert self.inner[0].weight.shape == (6, 5) and not isinstance(self.inner[0].weight, DTensor)
+            return forces + self.inner(x)
+
+    torch.manual_seed(3)
+    model = Forces()
+    reference = copy.deepcopy(model)
+    plumb.fully_shard(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(2):
+        for one in (model, reference):
+            (plain_loss(one, step) + plain_loss(one, step + 9)).backward()
+        reduce_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same(reference, model)
+
+
+@case
+def what_is_written_after_an_evaluation_is_what_a_step_begins_from() -> None:
+    for how in ("in place", "rows"):
+        model, reference, optimizers = both()
+        step_both(model, reference, optimizers, 0)
+        for one in (model, reference):
+            plain_loss(one, 1).backward()
+            with torch.no_grad():
+                plain_loss(one, 2)
+                for parameter in one.parameters():
+                    (parameter.to_local() if how == "rows" and isinstance(parameter, DTensor) else parameter).mul_(0.5)
+        reduce_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same(reference, model)
+        for one in (model, reference):  # and after the step, too
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    (parameter.to_local() if how == "rows" and isinstance(parameter, DTensor) else parameter).mul_(1.5)
+        step_both(model, reference, optimizers, 3)
 
 @pytest.mark.parametrize("name", case.all)
 def test_on_two_ranks(name: str) -> None:
