@@ -113,8 +113,9 @@ class Linear(_Fused):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Error(f"the input has shape {list(x.shape)}; expected [..., {self.in_features}]")
         (weight,) = self._follow(["weight"])
+        x = _as(x, weight)
         with _without_autocast(x):
-            return _C.linear(_as(x, weight), weight, self.bias, self._store)
+            return _C.linear(x, weight, self.bias, self._store)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -181,8 +182,9 @@ class GroupedLinear(_Experts):
         """``m_splits``: rows of each expert, first expert first; with ``ends``, their running sums."""
         weights = self._follow(self._names("weight"))
         biases, counts = self._biases("bias", self.use_bias), self._counts(m_splits)
+        x = _as(x, weights[0])
         with _without_autocast(x):
-            return _C.grouped_linear(_as(x, weights[0]), weights, biases, counts, ends, self.num_experts, self._store)
+            return _C.grouped_linear(x, weights, biases, counts, ends, self.num_experts, self._store)
 
 
 class GroupedMLP(_Experts):
@@ -229,9 +231,10 @@ class GroupedMLP(_Experts):
         """``probabilities`` [rows]: a factor of each row's result, applied to what leaves the activation."""
         up, down = self._follow(self._names("up")), self._follow(self._names("down"))
         biases = [self._biases(name, self.use_bias) for name in ("up_bias", "down_bias")]
+        x, probabilities = _as(x, up[0]), None if probabilities is None else _as(probabilities, up[0])
         with _without_autocast(x):
             return _C.grouped_mlp(
-                _as(x, up[0]), up, biases[0], down, biases[1], probabilities, self.activation, self._counts(tokens), ends,
+                x, up, biases[0], down, biases[1], probabilities, self.activation, self._counts(tokens), ends,
                 self.num_experts, self._store,
             )  # fmt: skip
 
@@ -260,7 +263,9 @@ class Router(nn.Module):
     @_outside
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For x [tokens, width]: weights [tokens, top_k], the pairs sorted by expert, and how many each expert has."""
-        return _C.route(x, self.weight, self.top_k)
+        x = _as(x, self.weight)
+        with _without_autocast(x):
+            return _C.route(x, self.weight, self.top_k)
 
 
 class MoE(nn.Module):

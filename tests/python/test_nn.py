@@ -369,3 +369,62 @@ def test_every_parameter_is_on_the_device_and_of_the_dtype_that_are_asked_for(bu
     assert found == {("meta", torch.float64)}
     for parameter in build().parameters():  # uniform around 0, as torch's own
         assert parameter.min() < 0 < parameter.max() and parameter.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {}, {"activation": "gelu"}, {"bias": True}, {"weights": "separate"}, {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True},
+        {"device": "meta"}, {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_experts_of_a_moe_are_those_that_were_asked_for(how: dict[str, Any]) -> None:
+    found, wanted = plumb.nn.MoE(IN, OUT, 5, 2, **how).experts, plumb.nn.GroupedMLP(5, IN, OUT, **how)
+    for one in ("num_experts", "width", "hidden", "activation", "use_bias", "weights", "fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        assert getattr(found, one) == getattr(wanted, one), one
+    shapes = [{name: (p.shape, p.dtype, p.device) for name, p in module.named_parameters()} for module in (found, wanted)]
+    assert shapes[0] == shapes[1] and (found._store is None) == (wanted._store is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BUILD)
+def test_under_autocast_they_compute_in_their_weights_dtype(name: str, dtype: torch.dtype) -> None:
+    """The same bits as without; what comes before them under autocast has its dtype, and gets its gradient in it."""
+    fused, twin = make(name).float(), make(name).float()
+    x = rows().to(dtype)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    z = run(twin, other.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(fused, one)
+    assert y.dtype == torch.float32 and torch.equal(y, z)
+    for made in (y, z):
+        loss_of(made).backward()
+    assert one.grad is not None and one.grad.dtype == dtype and torch.equal(one.grad, other.grad)
+    for (key, mine), theirs in zip(fused.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), key
+
+
+def test_a_factor_of_each_row_under_autocast_is_taken_in_theirs_too() -> None:
+    fused = make("GroupedMLP").float()
+    x, factors = rows().float(), torch.linspace(0.5, 1.5, ROWS).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = fused(x, SPLITS, factors)
+    assert torch.equal(made, fused(x, SPLITS, factors.float()))
+
+
+def test_a_router_under_autocast_chooses_as_without() -> None:
+    router, x = plumb.nn.Router(IN, 64, 4), rows().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x)
+    assert all(torch.equal(one, other) for one, other in zip(found, router(x.float()), strict=True))
+
+
+def test_every_module_with_biases_and_parameters_of_its_own_experts_is_plain_operations() -> None:
+    for how in ({"bias": True}, {"bias": True, "activation": "gelu", "weights": "separate"}, {"bias": True, "weigh": "activations"}):
+        torch.manual_seed(4)
+        fused = plumb.nn.MoE(IN, OUT, EXPERTS, 2, dtype=torch.float64, **how)
+        with torch.no_grad():
+            for parameter in fused.experts.parameters():
+                parameter.mul_(2.0)
+        assert torch.allclose(fused(rows()), Plain(fused)(rows()), atol=1e-6), how
