@@ -24,7 +24,7 @@ from lightning.fabric.utilities.types import _Stateful
 from ._C import Error
 from .ddp import DistributedDataParallel
 from .engine import Engine
-from .units import UnitsArgument
+from .units import UnitsArgument, kept
 
 
 class PlumbStrategy(DDPStrategy):
@@ -41,7 +41,7 @@ class PlumbStrategy(DDPStrategy):
 
     def __init__(self, strategy: str = "ddp", units: UnitsArgument = None, **options: Any) -> None:
         super().__init__(**{name: options.pop(name) for name in self._OF_DDP if name in options})
-        self.strategy, self.units, self.options = strategy, units, options
+        self.strategy, self.units, self.options = strategy, kept(units), options
         self._backward_sync_control = _NoSync(self)
         self._engines: dict[int, Engine] = {}  # by module
 

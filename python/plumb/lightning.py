@@ -26,7 +26,7 @@ from ._C import Error
 from .ddp import DistributedDataParallel
 from .engine import Engine
 from .optim.whole import whole_state
-from .units import UnitsArgument
+from .units import UnitsArgument, kept
 
 
 class PlumbStrategy(DDPStrategy):
@@ -41,7 +41,7 @@ class PlumbStrategy(DDPStrategy):
     def __init__(self, strategy: str = "ddp", units: UnitsArgument = None, **options: Any) -> None:
         theirs = {name: options.pop(name) for name in inspect.signature(DDPStrategy).parameters if name in options}
         super().__init__(**theirs, **(options if strategy == "ddp" else {}))
-        self.strategy, self.units, self.options = strategy, units, options
+        self.strategy, self.units, self.options = strategy, kept(units), options
         self._engine: Engine | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, Union
 
 import torch
@@ -31,6 +31,11 @@ def unit(module: M) -> M:
     module._plumb_unit = True  # type: ignore[assignment]
     cut(module)
     return module
+
+
+def kept(wanted: UnitsArgument) -> UnitsArgument:
+    """What may be looked at again: of a generator, what it makes."""
+    return list(wanted) if isinstance(wanted, Iterator) else wanted
 
 
 class _Hook:

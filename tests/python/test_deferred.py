@@ -168,3 +168,41 @@ def _over_a_mesh(shape: tuple[int, ...], strategy: str) -> Any:
 def test_a_device_mesh_says_who_takes_part(shape: tuple[int, ...], strategy: str) -> None:
     for away in plumb.spawn(_over_a_mesh, 4, (shape, strategy)):
         assert away <= 1e-10
+
+
+class Filled(nn.Linear):
+    """Goes on after the class that may be named has built it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        nn.init.ones_(self.weight)
+
+
+def built_by_a_derived_class() -> list[Any]:
+    before = nn.Linear.__init__
+    with plumb.deferred([nn.Linear]):
+        derived, plain = Filled(6), nn.Linear(6, 6)
+        with plumb.deferred([Filled], world=plumb.World()):
+            alone = Filled(6)  # of a world of one rank
+        with plumb.deferred([Filled]):
+            both = Filled(6)
+        again = nn.Linear(6, 6)
+    with plumb.Engine(nn.Sequential(derived), plumb.SGD(lr=0.1), strategy="zero3", units=[nn.Linear]) as engine:
+        ones = bool(engine.full_parameter(derived.weight).eq(1).all())
+    return [ones, *(_bytes(one) for one in (plain, alone, both, again)), nn.Linear.__init__ is before]
+
+
+def test_a_class_derived_from_a_named_one_builds_itself_to_its_end() -> None:
+    assert plumb.spawn(built_by_a_derived_class, 2) == [[True, 0, 4 * 42, 0, 0, True]] * 2
+
+
+def marked_on_the_meta_device() -> bool:
+    with plumb.deferred(), torch.device("meta"):
+        model = nn.Sequential(plumb.unit(nn.Linear(6, 6)), nn.BatchNorm1d(6, affine=False))
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3") as engine:
+        model(torch.ones(2, 6)).sum().backward()
+        return bool(engine.full_parameter(model[0].weight).abs().max() > 0)
+
+
+def test_a_unit_of_the_meta_device_is_filled_under_deferred_too() -> None:
+    assert plumb.spawn(marked_on_the_meta_device, 2) == [True] * 2

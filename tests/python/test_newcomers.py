@@ -114,3 +114,30 @@ def test_what_is_replaced_is_noticed_by_each_engine() -> None:
         model.last.weight = nn.Parameter(old.detach().clone())
         with pytest.raises(plumb.Error, match="parameter 'last.weight' was replaced after the engine was built"):
             engine.step()
+
+
+def test_what_comes_into_a_part_of_two_models_is_noticed_by_both_engines() -> None:
+    """Which had no parameter until then: one of an engine is no other's."""
+    part = nn.Tanh()
+    models = [nn.Sequential(part, nn.Linear(2, 2)) for _ in range(2)]
+    engines = [plumb.Engine(model, plumb.SGD(lr=0.1)) for model in models]
+    part.gain = nn.Parameter(torch.ones(2))
+    for engine in engines:
+        with pytest.raises(plumb.Error, match="parameter '0.gain' came into the model"):
+            engine.step()
+
+
+def test_of_several_places_that_were_given_something_else_each_is_looked_at() -> None:
+    model = make()
+    engine = plumb.Engine(model, plumb.SGD(lr=0.1))
+    engine.step()
+    kept = model.last.weight
+    model.last.bias = None  # gone
+    model.last.weight = nn.Parameter(kept.detach().clone(), requires_grad=False)  # frozen
+    model.first.weight = model.first.weight
+    engine.step()
+    model.last.weight = kept  # there again
+    engine.step()
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+    with pytest.raises(plumb.Error, match="parameter 'first.weight' was replaced"):
+        engine.step()

@@ -147,3 +147,37 @@ def test_units_of_derived_classes_marked_ones_and_what_a_copy_is() -> None:
     for seen, classes, names, predicate in plumb.spawn(copied_and_derived, 2):
         assert seen == [(4,)], "a hook of the user's before a forward finds whole parameters"
         assert classes == ["0", "1", "2", "2.0"] and names == ["0", "2"] and predicate == ["1", "2"], "marked ones are units in any case"
+
+
+@pytest.mark.parametrize("choice", ["generator", "names of a dict", "set"])
+def test_units_may_be_anything_that_is_gone_through_once(choice: str) -> None:
+    for meta in (False, True):  # of the meta device, units are asked for before parameters have values, too
+        for number in plumb.spawn(cut_units, 2, (choice, meta)):
+            assert number == [True, True], "not gathered one by one"
+
+
+def cut_units(choice: str, meta: bool) -> list[bool]:
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    chosen: Any = {"generator": (m for m in model), "names of a dict": {"0": 1, "1": 2}.keys(), "set": set(model)}[choice]
+    seen: list[bool] = []
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=chosen) as engine, torch.no_grad():
+        for module in model:
+            module.register_forward_pre_hook(lambda *_: seen.append(engine.gathered_bytes > 0))
+        model(torch.ones(1, 4))
+    return seen
+
+
+def names(model: nn.Module, wanted: Any) -> list[str]:
+    known = {id(module): name for name, module in model.named_modules()}
+    return [known[id(one)] for one in choose(model, wanted)]
+
+
+def test_names_are_those_of_the_model_that_was_written_and_the_outer_comes_before_the_inner() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0] = torch.compile(model[0])
+    for wanted in (["0.0"], ["0._orig_mod.0"], lambda name, _: name == "0.0"):
+        assert names(model, wanted) == ["0._orig_mod.0"]
+    plain = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    for wanted in (["1", "0.0", "0", ""], lambda *_: True, [nn.Module], [plain[1], plain[0][0], plain[0], plain]):  # type: ignore[index]
+        assert names(plain, wanted) == ["", "0", "0.0", "1"]
