@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both, transformer
 
@@ -239,6 +239,25 @@ def a_penalty_on_the_rows_counts_where_nobody_looked_at_its_gradient() -> None:
                 return 0.0
 
             optimizer.step(closure)
+        same_rows(reference, model)
+
+
+@case
+def a_gradient_that_is_whole_on_every_rank_may_be_assigned() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    for there_is_one in (False, True, True):
+        for one in (model, reference):
+            loss = plain_loss(one, 0)
+            if there_is_one:
+                loss.backward()
+            for parameter in one.parameters():
+                gradient = parameter.detach() * 0.25
+                parameter.grad = gradient.redistribute(placements=[Replicate()]) if isinstance(gradient, DTensor) else gradient
+        mine.step()
+        theirs.step()
         same_rows(reference, model)
 
 

@@ -100,13 +100,19 @@ def _halve(parameter: torch.Tensor) -> None:
     parameter.data = parameter.data * 0.5
 
 
+def _halve_everywhere(parameter: torch.Tensor) -> None:
+    """As it comes of an average over ranks: whole on each."""
+    half = parameter.data * 0.5
+    parameter.data = half.redistribute(placements=[Replicate()]) if isinstance(half, DTensor) else half
+
+
 def _shrink(parameter: torch.Tensor) -> None:
     parameter.data.mul_(0.5).clamp_(-0.1, 0.1)
 
 
 @case
 def what_is_written_through_data_is_everybodys() -> None:
-    for change in (_halve, _shrink):
+    for change in (_halve, _halve_everywhere, _shrink):
         for how in ({}, {"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}):
             model = mlps()
             reference = copy.deepcopy(model)

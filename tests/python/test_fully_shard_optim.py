@@ -326,25 +326,23 @@ def a_hook_after_the_step_sees_parameters_and_state_as_they_are_shown() -> None:
     assert seen == [True] * 4
 
 
-class Throws(torch.optim.SGD):
-    """Of a class of its own, declared elementwise, that ends in an error once."""
-
-    throws = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        if self.throws:
-            raise ValueError("on purpose")
-
-
-plumb.elementwise(Throws)
-
-
 @case
 def a_step_of_any_class_that_throws_gives_parameters_and_state_back() -> None:
     model = mlps()
     shard(model)
+
+    class Throws(torch.optim.SGD):
+        """Declared when other optimizers are known already."""
+
+        throws = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if self.throws:
+                raise ValueError("on purpose")
+
+    plumb.elementwise(Throws)
     optimizer = Throws(model.parameters(), lr=0.1, momentum=0.9)
     for throws in (False, True, False):
         optimizer.throws = throws
@@ -357,6 +355,36 @@ def a_step_of_any_class_that_throws_gives_parameters_and_state_back() -> None:
         assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in model.parameters()]
         assert all(isinstance(optimizer.state[one]["momentum_buffer"], DTensor) for one in model.parameters())
         optimizer.zero_grad()
+
+
+class Counts(torch.optim.SGD):
+    """Has state of another shape than its parameters'."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                steps = self.state[p].setdefault("steps", torch.zeros(6))
+                steps += 1
+                p.add_(p.grad, alpha=-0.01 * float(steps.sum()))
+
+
+@case
+def a_state_of_another_shape_is_each_ranks_whole() -> None:
+    plumb.elementwise(Counts)
+    model = mlps()
+    reference = copy.deepcopy(model)
+    mine, theirs = Counts(model.parameters(), lr=0.1), Counts(reference.parameters(), lr=0.1)
+    for step in range(3):
+        for one, optimizer in ((model, mine), (reference, theirs)):
+            plain_loss(one, step).backward()
+            if step == 0 or one is reference:
+                reduce_gradients(one)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            shard(model)
+        same(reference, model)
 
 
 @case

@@ -129,6 +129,18 @@ def a_step_after_a_forward_without_a_backward_shows_rows_again() -> None:
 
 
 @case
+def what_is_converted_while_it_is_whole_is_what_was_or_refused() -> None:
+    model, reference, optimizers = both()
+    plain_loss(model, 0)
+    model.double().to("cpu")
+    same(reference, model)
+    step_both(model, reference, optimizers, 1)
+    plain_loss(model, 0)
+    with pytest.raises(plumb.Error, match="convert the model before"):
+        model.half()
+
+
+@case
 def a_backward_inside_of_a_forward_leaves_the_unit_whole() -> None:
     """Forces, which are gradients, and a unit that is whole already from a forward before."""
 
