@@ -116,7 +116,7 @@ def what_is_written_into_whole_parameters_is_an_error_of_the_forward_that_lets_t
 def a_step_after_a_forward_without_a_backward_shows_rows_again() -> None:
     model, reference, optimizers = both()
     step_both(model, reference, optimizers, 0)
-    for one in (model, reference):
+    for one in (reference, model):  # whose backward is the last one
         plain_loss(one, 1).backward()
         plain_loss(one, 2)  # nobody asks for its backward
     reduce_gradients(reference)
@@ -136,6 +136,7 @@ def what_is_converted_while_it_is_whole_is_what_was_or_refused() -> None:
     same(reference, model)
     step_both(model, reference, optimizers, 1)
     plain_loss(model, 0)
+    assert not isinstance(next(model.parameters()), DTensor)
     with pytest.raises(plumb.Error, match="convert the model before"):
         model.half()
 
