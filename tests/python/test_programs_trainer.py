@@ -154,3 +154,57 @@ def with_two_optimizers() -> str:
 def test_two_optimizers_are_refused_where_state_is_sharded() -> None:
     for said in by_ranks(with_two_optimizers):
         assert "takes one optimizer, with groups; configure_optimizers() returned 2" in said
+
+
+class Watched(Net):
+    """Says at the beginning of a fit whether it has no gradients."""
+
+    found: list[bool]
+
+    def on_train_start(self) -> None:
+        self.found = [*getattr(self, "found", []), all(parameter.grad is None for parameter in self.parameters())]
+
+
+def interrupted(row: str) -> list[bool]:
+    """Fits of which the first ends with a backward that nobody steps: that is not the next one's."""
+    model = Watched()
+    for _ in range(2):
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=plumb.lightning.PlumbStrategy(row, units=[Block]), max_epochs=1, limit_train_batches=2,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        sampler = torch.utils.data.DistributedSampler(Data(), 2, trainer.global_rank, shuffle=False)  # type: ignore[var-annotated]
+        trainer.fit(model, torch.utils.data.DataLoader(Data(), batch_size=4, sampler=sampler))
+        model(torch.ones(1, 4).double()).sum().backward()
+        assert any(trainer.strategy.engine.full_gradient(parameter) is not None for parameter in model.parameters())
+    return model.found
+
+
+def test_a_fit_begins_without_gradients_of_another_one() -> None:
+    assert by_ranks(interrupted, "zero3") == [[True, True]] * 2
+
+
+def loaded(folder: str) -> list[Any]:
+    """Into a model with a layer more than the one that was saved, as its class says."""
+    said: list[Any] = []
+    for row in ("zero3", "ddp"):
+        for strict in (True, False):
+            model = Net()
+            model.more = nn.Linear(2, 2).double()
+            model.strict_loading = strict
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=2, strategy=plumb.lightning.PlumbStrategy(row, units=[Block] if row != "ddp" else None), logger=False,
+                enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, max_epochs=1, limit_train_batches=0,
+            )  # fmt: skip
+            trainer.fit(model, torch.utils.data.DataLoader(Data(), batch_size=4))
+            checkpoint = {"state_dict": Net().state_dict()}
+            try:
+                trainer.strategy.load_model_state_dict(checkpoint, strict=model.strict_loading)
+                said.append("")
+            except RuntimeError as error:
+                said.append("Missing key" in str(error))
+    return said
+
+
+def test_a_state_dict_is_loaded_as_strictly_as_is_asked_for(tmp_path: Path) -> None:
+    assert by_ranks(loaded, str(tmp_path)) == [[True, "", True, ""]] * 2
