@@ -23,11 +23,13 @@ REBOUND: dict[str, tuple[str, ...]] = {
         "torch.distributed.fsdp.fully_shard",
         "torch.distributed.fsdp._fully_shard.fully_shard",
         "torch.distributed._composable.fsdp.fully_shard",
+        "torch.distributed._composable.fsdp.fully_shard.fully_shard",  # a module of that name
     ),
     "plumb.fsdp.module.register_fsdp_forward_method": (
         "torch.distributed.fsdp.register_fsdp_forward_method",
         "torch.distributed.fsdp._fully_shard.register_fsdp_forward_method",
         "torch.distributed._composable.fsdp.register_fsdp_forward_method",
+        "torch.distributed._composable.fsdp.fully_shard.register_fsdp_forward_method",
     ),
 }
 
@@ -73,7 +75,7 @@ def main() -> None:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(program))
-        _run(program)
+        _run(os.path.abspath(program))
 
 
 def _run(program: str) -> None:
