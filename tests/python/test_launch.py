@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
+import sys
+import threading
 import time
 from typing import Any
 
@@ -168,3 +171,80 @@ def test_the_layout_of_an_optimizer_is_compared_and_nothing_of_its_values() -> N
     assert after[1] != before[1]
     assert ("lr of the optimizer's group 1", 0.5) in after
     assert plumb.optim.compared.settings(optimizer, 2)[0][1] == 2.0 and after[0][1] == 0.0
+
+
+# ---- what a rank inherits
+
+
+class Left:
+    """Garbage of the caller's that says who collects it."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path, self.me = path, self
+
+    def __del__(self) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_what_the_caller_left_as_garbage_is_no_ranks_to_collect(tmp_path: pathlib.Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        Left(tmp_path / "collected")
+        assert all(number >= 0 for number in plumb.spawn(gc.collect, 2))
+        assert not (tmp_path / "collected").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "collected").read_text() == f"{os.getpid()}\n"
+
+
+def test_variables_of_the_callers_own_come_before_ours() -> None:
+    env = {"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "7", "ANY": "thing"}
+    assert plumb.spawn(lambda: [os.environ[name] for name in env], 1, env=env) == [list(env.values())]
+
+
+def test_ranks_as_threads_get_arguments_answer_in_order_and_wait_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, told = sys.modules["plumb.launch"], []
+    real = launch.run_threads  # type: ignore[attr-defined]
+
+    def run(ranks: int, body: Any, timeout: float) -> None:
+        told.append(timeout)
+        real(ranks, body, timeout)
+
+    monkeypatch.setattr(launch, "run_threads", run)
+    later = threading.Barrier(2)
+
+    def answers(word: str) -> tuple[int, str]:
+        rank = plumb.world().rank
+        if rank == 0:
+            later.wait(60)  # ends after rank 1
+        result = rank, word
+        if rank == 1:
+            threading.Timer(0, later.wait, (60,)).start()
+        return result
+
+    for timeout in (7.0, 1000.0):
+        assert plumb.spawn(answers, 2, ("a",), method="thread", timeout=timeout) == [(0, "a"), (1, "a")]
+    assert told == [7.0, 60.0]
+    assert plumb.world().size == 1, "this thread is no rank of theirs"
+
+
+def test_a_thread_is_a_rank_as_long_as_it_is_told_also_where_it_throws() -> None:
+    world = sys.modules["plumb.world"]
+    mine = plumb.World()
+    with pytest.raises(KeyError), world.as_thread(mine):  # type: ignore[attr-defined]
+        assert plumb.world() is mine
+        raise KeyError
+    assert plumb.world() is not mine
+    world.check_processes()  # type: ignore[attr-defined]
+
+
+def test_what_ends_threads_that_did_not_fail_themselves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise plumb.Error("a rank left")
+
+    monkeypatch.setattr(sys.modules["plumb.launch"], "run_threads", broken)
+    with pytest.raises(plumb.Error, match="a rank left"):
+        plumb.spawn(lambda: None, 2, method="thread")
