@@ -248,3 +248,17 @@ def test_what_ends_threads_that_did_not_fail_themselves_is_an_error(monkeypatch:
     monkeypatch.setattr(sys.modules["plumb.launch"], "run_threads", broken)
     with pytest.raises(plumb.Error, match="a rank left"):
         plumb.spawn(lambda: None, 2, method="thread")
+
+
+def forks() -> list[bool]:
+    module = sys.modules["plumb.world"]
+    engine = plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD(lr=0.1))
+    known = module._worlds and len(module._engines)  # type: ignore[attr-defined]
+    child = os.fork()
+    if child == 0:
+        os._exit(len(module._worlds) + len(module._engines))  # type: ignore[attr-defined]
+    return [bool(known), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, not engine.closed]
+
+
+def test_a_process_that_a_rank_forks_has_no_world_and_no_engine_to_leave() -> None:
+    assert plumb.spawn(forks, 2) == [[True] * 3] * 2
