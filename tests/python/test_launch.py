@@ -6,8 +6,8 @@ import gc
 import os
 import pathlib
 import sys
-import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -206,27 +206,17 @@ def test_variables_of_the_callers_own_come_before_ours() -> None:
 
 
 def test_ranks_as_threads_get_arguments_answer_in_order_and_wait_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, told = sys.modules["plumb.launch"], []
-    real = launch.run_threads  # type: ignore[attr-defined]
+    told: list[float] = []
 
     def run(ranks: int, body: Any, timeout: float) -> None:
         told.append(timeout)
-        real(ranks, body, timeout)
+        for rank in reversed(range(ranks)):  # the last one is done first
+            body(types.SimpleNamespace(rank=rank))
 
-    monkeypatch.setattr(launch, "run_threads", run)
-    later = threading.Barrier(2)
-
-    def answers(word: str) -> tuple[int, str]:
-        rank = plumb.world().rank
-        if rank == 0:
-            later.wait(60)  # ends after rank 1
-        result = rank, word
-        if rank == 1:
-            threading.Timer(0, later.wait, (60,)).start()
-        return result
-
+    monkeypatch.setattr(sys.modules["plumb.launch"], "run_threads", run)
     for timeout in (7.0, 1000.0):
-        assert plumb.spawn(answers, 2, ("a",), method="thread", timeout=timeout) == [(0, "a"), (1, "a")]
+        found = plumb.spawn(lambda word: (plumb.world().rank, word), 3, ("a",), method="thread", timeout=timeout)
+        assert found == [(0, "a"), (1, "a"), (2, "a")]
     assert told == [7.0, 60.0]
     assert plumb.world().size == 1, "this thread is no rank of theirs"
 
