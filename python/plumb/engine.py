@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -103,10 +102,14 @@ class Engine(Saving):
             if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
                 world = self._fill(module, strategy, units, mesh, world)
             named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")
+            if isinstance(mesh, DeviceMesh):
+                if world is not None:
+                    raise Error("a DeviceMesh says which ranks take part; leave world= out")
+                self.world, axes = of_mesh(mesh)
+            else:
+                self.world, axes = _given.world_of(world, named), mesh
         except Exception as error:
-            with contextlib.suppress(Exception):
-                place = of_mesh(mesh)[0] if isinstance(mesh, DeviceMesh) else _given.world_of(world, _given.tensors(model))
-                _given.refuse(place, error)
+            _given.refuse_in(mesh, world, model, error)
             raise
         if buffers is None:
             buffers = module.named_buffers() if module is not None else ()
@@ -117,12 +120,6 @@ class Engine(Saving):
             for name in part._non_persistent_buffers_set
         }
         self.optimizer = optimizer
-        if isinstance(mesh, DeviceMesh):
-            if world is not None:
-                raise Error("a DeviceMesh says which ranks take part; leave world= out")
-            self.world, mesh = of_mesh(mesh)
-        else:
-            self.world = _given.world_of(world, named)
 
         try:
             if not isinstance(nonfinite, str) or nonfinite not in _NONFINITE:
@@ -131,7 +128,7 @@ class Engine(Saving):
                 raise Error(f"elementwise is {elementwise!r}; expected True or False")
             options = _given.options(
                 strategy=_given.strategy(strategy),
-                mesh=_given.mesh(mesh),
+                mesh=_given.mesh(axes),
                 bucket_bytes=bucket_bytes,
                 first_bucket_bytes=first_bucket_bytes,
                 accumulate_dtype=accumulate_dtype,

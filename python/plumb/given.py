@@ -13,10 +13,11 @@ from typing import Any, Union
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._C import Error, LossScale, Mesh, ParameterGroup, World
-from .world import world as _world
+from .world import of_mesh, world as _world
 
 #: By names, by a regular expression over names, or by a predicate over them.
 Match = Union[Sequence[str], str, Callable[[str], bool]]
@@ -55,6 +56,19 @@ def refuse(world: World, why: Exception) -> None:
     if world.size > 1:
         with contextlib.suppress(Exception):
             world.refuse(str(why))
+
+
+def refuse_in(mesh: Any, world: Any, model: Any, why: Exception) -> None:
+    """The same, where the ranks may be what is wrong: to those that a sound argument says, otherwise to those of an engine that is told none.
+
+    Never to ranks that wait for nobody here: a group, or a mesh, of others stays theirs.
+    """
+    with contextlib.suppress(Exception):
+        if isinstance(mesh, DeviceMesh) and (mesh.ndim in (1, 2) or mesh.size() < dist.get_world_size()):
+            return refuse(of_mesh(mesh)[0], why)
+        if not (dist.is_available() and dist.distributed_c10d._rank_not_in_group(world)):
+            is_place = isinstance(world, World) or (dist.is_available() and isinstance(world, dist.ProcessGroup))
+            refuse(world_of(world if is_place else None, tensors(model)), why)
 
 
 def whole(value: Any, what: str) -> int:

@@ -21,6 +21,7 @@ from .._C import Error
 from .reducer import JoinHook, Logger, Reducer
 from .steps import Steps
 from ..engine import Engine
+from ..given import refuse_in
 from ..optim.compared import refuse_sparse
 from ..world import check_processes, world
 
@@ -35,6 +36,16 @@ def _inside_functional_call() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _check_arguments(module: Any, mixed_precision: Any, delayed: Any, by: Any) -> None:
+    """Those that torch would not, or too late for the other ranks to hear of it."""
+    if not isinstance(module, torch.nn.Module):
+        raise Error(f"DistributedDataParallel wraps a module; this is a {type(module).__name__}")
+    if (delayed is None) != (by is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+    if not (mixed_precision is None or all(hasattr(mixed_precision, name) for name in ("param_dtype", "buffer_dtype"))):
+        raise Error(f"mixed_precision is {mixed_precision!r}; expected torch.nn.parallel.distributed._MixedPrecision")
 
 
 class DistributedDataParallel(_Torchs):
@@ -81,11 +92,6 @@ class DistributedDataParallel(_Torchs):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise Error(f"DistributedDataParallel wraps a module; this is a {type(module).__name__}")
-        check_processes()
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
         # Which rank's values: everybody's own, if the user says that they agree.
         self.__dict__["_takes_first_ranks_values"] = init_sync
         self.__dict__["_takes_first_ranks_buffers"] = init_sync and (forward_sync_buffers is not None or broadcast_buffers is not False)
@@ -109,8 +115,17 @@ class DistributedDataParallel(_Torchs):
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
         )
-        # An older torch has fewer; what the others say is the engine's business, or nobody's.
-        super().__init__(module, **{name: value for name, value in arguments.items() if name in _TORCHS})
+        check_processes()
+        self.__dict__["_unheard"] = True  # what is refused here; the engine tells the other ranks what it refuses
+        try:
+            _check_arguments(module, mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            # An older torch has fewer; what the others say is the engine's business, or nobody's.
+            super().__init__(module, **{name: value for name, value in arguments.items() if name in _TORCHS})
+        except Exception as error:
+            if self.__dict__.pop("_unheard", False) and dist.is_initialized():
+                mesh_group = device_mesh.get_group(0) if getattr(device_mesh, "ndim", 0) == 1 else None
+                refuse_in(None, mesh_group if process_group is None else process_group, module, error)
+            raise
         # torch's reducers in Python, and delayed reductions: here gradients are where they belong when backward() returns.
         self._use_python_reducer = False
         if mixed_precision is not None:
@@ -157,12 +172,13 @@ class DistributedDataParallel(_Torchs):
             other._engine.close()
         kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap  # type: ignore[attr-defined]
-        engine = Engine(
-            named,
-            world=world(self.process_group, device=self.device_type),
-            bucket_bytes=max(1, int(self.bucket_bytes_cap)),
-            first_bucket_bytes=max(1, int((*self.bucket_bytes_cap_list, first)[0])),
-        )
+        options: dict[str, Any] = {
+            "world": world(self.process_group, device=self.device_type),
+            "bucket_bytes": max(1, int(self.bucket_bytes_cap)),
+            "first_bucket_bytes": max(1, int((*self.bucket_bytes_cap_list, first)[0])),
+        }
+        self.__dict__.pop("_unheard", None)
+        engine = Engine(named, **options)
         if kept is not None:
             with torch.no_grad():
                 for (_, parameter), value in zip(named, kept, strict=True):
