@@ -98,7 +98,7 @@ class DeepSpeedEngine(Settings):
         self._boundary: bool | None = None
         self._in_backward = self._in_step = False
         self._backwards = 0  # since the last step
-        self._held = False  # the last backward's gradients wait for their reduction
+        self._held = False  # the last of our backwards left its gradients to the next one, or to step()
         self._step_applied = False
         self._grad_norm: float | None = None
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `tell`
@@ -189,13 +189,14 @@ class DeepSpeedEngine(Settings):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        clips = self._config["gradient_clipping"] > 0
-        looks = self._config["zero_optimization.compute_grad_norm"] and not self._held and not clips
-        norm = float(self.engine.grad_norm()) if looks else None
+        looks = self._config["zero_optimization.compute_grad_norm"] and not self._config["gradient_clipping"] > 0
+        norm = float(self.engine.grad_norm()) if looks and not self._held else None
         self._check_unused()
         info = self.engine.step()
         if info.grad_norm is not None:
             norm = float(info.grad_norm)
+        elif looks and norm is None:  # the step has reduced what was held, and it clips nothing
+            norm = float(self.engine.grad_norm())
         self._grad_norm = norm if self._config["zero_optimization.compute_grad_norm"] else None
         self.zero_grad()
         self._step_applied = not info.skipped
