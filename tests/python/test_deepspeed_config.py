@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import importlib.util
+import math
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import plumb
 import plumb.deepspeed as deepspeed
-from plumb.deepspeed import methods, utils, zero
+from plumb.deepspeed import build, methods, utils, zero
 from plumb.deepspeed.config import Config
 from deepspeeds import config_of, engine_of, make
 
@@ -51,6 +52,160 @@ def test_values_of_the_wrong_kind_are_named() -> None:
     refused([1], "dictionary or the path")
     refused("/nowhere/at/all.json", "cannot be read")
     assert Config({"train_batch_size": 4.0, "zero_optimization": {"reduce_bucket_size": 5e8}}, 2)["train_batch_size"] == 4
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": {"enabled": 2}}, "'fp16.enabled' is 2 .*true or false"),
+    ({"train_micro_batch_size_per_gpu": 1.5}, "'train_micro_batch_size_per_gpu' is 1.5 .*whole number"),
+    ({"steps_per_print": 2.5}, "'steps_per_print' is 2.5 .*whole number"),
+    ({"steps_per_print": True}, "'steps_per_print' is True .*whole number"),
+    ({"gradient_clipping": math.nan}, "'gradient_clipping' is nan .*a number"),
+    ({"gradient_clipping": math.inf}, "'gradient_clipping' is inf .*a number"),
+    ({"optimizer": {"type": 3}}, "'optimizer.type' is 3 .*a string"),
+    ({"optimizer": {"params": [1]}}, "'optimizer.params' is .*a dictionary"),
+    ({"fp16": [1]}, "'fp16' is .*a dictionary"),
+    ({"gradient_allreduce_op": "max"}, "'gradient_allreduce_op' is 'max'; expected 'mean' or 'sum'"),
+    ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "'sum' is not supported with ZeRO stage 3"),
+    *(({"zero_optimization": {"stage": stage, "compute_grad_norm": False}}, "compute_grad_norm=false") for stage in (0, 3)),
+    ({"data_types": {"param_dtype": "bf16"}}, "param_dtype is torch.bfloat16, and fp16 and bf16 say torch.float32"),
+    ({"data_types": {"param_dtype": "fp32"}, "bf16": {"enabled": True}}, "param_dtype is torch.float32, and fp16 and bf16 say torch.bfloat16"),
+    ({"data_types": {"param_dtype": "bf16"}, "fp16": {"enabled": True}}, "param_dtype is torch.bfloat16, and fp16 and bf16 say torch.float16"),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "needs a loss scaler"),
+    ({"checkpoint": {"tag_validation": "Maybe"}}, "'checkpoint.tag_validation' is 'Maybe'"),
+    ({"checkpoint": {"tag_validation": 3}}, "'checkpoint.tag_validation' is 3"),
+    *(({"zero_optimization": {what: {"device": "nvme"}}}, f"'zero_optimization.{what}.device' is 'nvme'") for what in ("offload_optimizer", "offload_param")),
+    *(({section: {name: least}}, f"'{section}.{name}' is .*; expected at least") for section, name, least in (
+        ("fp16", "loss_scale", -1), ("fp16", "loss_scale_window", 0), ("fp16", "hysteresis", 0), ("fp16", "min_loss_scale", -1),
+        ("zero_optimization", "reduce_bucket_size", 0), ("zero_optimization", "stage3_param_persistence_threshold", -1),
+    )),
+    ({"gradient_clipping": -1}, "'gradient_clipping' is -1.0 .*at least 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "said"), WRONG, ids=str)
+def test_values_that_mean_nothing_are_refused(more: dict[str, Any], said: str) -> None:
+    refused({"train_batch_size": 4, **more}, said)
+
+
+FINE: list[tuple[dict[str, Any], str, Any]] = [  # beside the ones above
+    ({"fp16": {"enabled": 1}}, "fp16.enabled", True),
+    ({"fp16": {"enabled": 0}}, "fp16.enabled", False),
+    ({"steps_per_print": 3.0}, "steps_per_print", 3),
+    ({"gradient_clipping": 0}, "gradient_clipping", 0.0),
+    ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}, "gradient_allreduce_op", "sum"),
+    *(({"zero_optimization": {"stage": stage, "compute_grad_norm": False}}, "zero_optimization.compute_grad_norm", False) for stage in (1, 2)),
+    ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", torch.float32),
+    ({"data_types": {"param_dtype": "fp16"}, "fp16": {"enabled": True}}, "data_types.param_dtype", torch.float16),
+    ({"torch_autocast": {"enabled": False, "dtype": "fp16"}}, "torch_autocast.dtype", torch.float16),
+    ({"fp16": {"loss_scale": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 0}}, "fp16.min_loss_scale", 0.0),
+    ({"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {}}}, "zero_optimization.offload_param", {}),
+    ({"checkpoint": {"tag_validation": "ignore"}}, "train_batch_size", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "key", "value"), FINE, ids=str)
+def test_values_at_the_edge_are_taken(more: dict[str, Any], key: str, value: Any) -> None:
+    found = Config({"train_batch_size": 4, **more}, 2)[key]
+    assert found == value and type(found) is type(value)
+
+
+def test_sums_are_as_wide_as_parameters_at_least() -> None:
+    def sums(**more: Any) -> torch.dtype | None:
+        return Config({"train_batch_size": 2, **more}, 1).sums
+
+    bf16, fp16, narrow = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, {"data_types": {"grad_accum_dtype": "bf16"}}
+    assert (sums(), sums(**bf16), sums(**fp16)) == (None, torch.float32, torch.float32)
+    assert (sums(**narrow), sums(**narrow, **bf16), sums(**narrow, **fp16)) == (torch.float32, torch.bfloat16, torch.float32)
+    assert (sums(communication_data_type="fp16"), sums(communication_data_type="fp16", **narrow, **bf16)) == (torch.float32, torch.float32)
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 2))
+
+
+def scaled(scale: Any) -> Any:
+    return None if scale is None else tuple(getattr(scale, name) for name in SCALE)
+
+
+SCALE = ("initial", "growth", "interval", "minimum", "hysteresis", "consecutive_hysteresis", "delay")
+BUILT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a config on six ranks -> what differs from one that says nothing
+    ({}, {}),
+    *(({"zero_optimization": {"stage": stage}}, {"strategy": f"zero{stage}"}) for stage in (1, 2)),
+    ({"zero_optimization": {"stage": 3}}, {"strategy": "zero2"}),  # all of it is under the threshold
+    ({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 11}}, {"strategy": "zero3", "units": 2}),
+    ({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}, {"strategy": "zero3", "units": 3}),
+    ({"zero_optimization": {"stage": 3, "param_persistence_threshold": 0, "mics_shard_size": 2}}, {"strategy": "hsdp", "units": 3, "mesh": (3, 2)}),
+    ({"zero_optimization": {"stage": 3, "param_persistence_threshold": 0, "mics_shard_size": 6}}, {"strategy": "hsdp", "units": 3, "mesh": (1, 6)}),
+    ({"zero_optimization": {"reduce_bucket_size": 1000}}, {"bucket_bytes": 4000}),
+    ({"zero_optimization": {"reduce_bucket_size": 10**9}}, {"bucket_bytes": 25 << 20}),
+    ({"gradient_clipping": 0}, {"clip_norm": None}),
+    ({"gradient_clipping": 0.25}, {"clip_norm": 0.25}),
+    ({"bf16": {"enabled": True}}, {"accumulate_dtype": torch.float32, "master_weights": True, "nonfinite": "skip"}),
+    ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"accumulate_dtype": torch.float32, "master_weights": True}),
+    ({"bf16": {"check_grad_overflow": True}}, {}),
+    ({"fp16": {"enabled": True}}, {"accumulate_dtype": torch.float32, "master_weights": True, "loss_scale": (2.0**16, 2.0, 1000, 1.0, 1, False, 1)}),
+    (
+        {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 3, "consecutive_hysteresis": True, "min_loss_scale": 4}},
+        {"strategy": "zero1", "accumulate_dtype": torch.float32, "master_weights": True, "loss_scale": (32.0, 2.0, 7, 4.0, 3, True, 1)},
+    ),
+    ({"fp16": {"enabled": True, "loss_scale": 8}}, {"accumulate_dtype": torch.float32, "master_weights": True, "loss_scale": (8.0, 1.0, None, 8.0, None, None, None)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "expected"), BUILT, ids=str)
+def test_what_a_config_says_is_what_the_engine_is_built_with(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = build.options(blocks(), Config({"train_batch_size": 12, **given}, 6), True)
+    usual = {"strategy": "ddp", "accumulate_dtype": None, "loss_scale": None, "nonfinite": "continue", "master_weights": False, "clip_norm": 1.0}
+    found = {**dict.fromkeys(("units", "mesh", "bucket_bytes", "clip_norm")), **found}
+    scale, told = scaled(found.pop("loss_scale")), {**dict.fromkeys(found), **usual, **expected}
+    found["units"] = found["units"] and len(found["units"])
+    wanted = told.pop("loss_scale")
+    assert found == told and (scale is None) == (wanted is None)
+    assert scale is None or all(one is None or one == other for one, other in zip(wanted, scale, strict=True)), scale
+
+
+def test_an_engine_without_an_optimizer_is_told_of_no_masters() -> None:
+    assert "master_weights" not in build.options(blocks(), Config({"train_batch_size": 2, "bf16": {"enabled": True}}, 1), False)
+
+
+class Ranks:
+    def __init__(self, size: int) -> None:
+        self.get_data_parallel_world_size = lambda: size
+
+
+def test_all_ranks_are_data_parallel_or_it_is_told() -> None:
+    build.check_mpu(None, 4)
+    build.check_mpu(Ranks(4), 4)
+    for size in (2, 8):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=f"{size} of 4 ranks are data parallel"):
+            build.check_mpu(Ranks(size), 4)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="mpu has no get_data_parallel_world_size"):
+        build.check_mpu(object(), 4)
+
+
+def test_offloading_is_told_under_its_old_names_too() -> None:
+    for name, what in (("cpu_offload", "optimizer"), ("cpu_offload_param", "param")):
+        for zero_section, wanted in (({name: True}, True), ({name: False}, False), ({f"offload_{what}": {"device": "cpu"}}, True), ({f"offload_{what}": {}}, False)):
+            config = Config({"train_batch_size": 2, "zero_optimization": zero_section}, 1)
+            assert build.offloads(config, what) is wanted, zero_section
+            assert not build.offloads(config, {"optimizer": "param", "param": "optimizer"}[what])
+
+
+def test_an_optimizer_of_the_configs_has_frozen_parameters_for_when_they_thaw() -> None:
+    model = blocks()
+    model[1].requires_grad_(False)
+    config = Config({"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}, 1)
+    made = build.optimizer(model, config, None, None)
+    assert made is not None and [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    some = list(model.parameters())[:2]
+    assert len(build.optimizer(model, config, None, some).param_groups[0]["params"]) == 2  # type: ignore[union-attr]
+    for given in (torch.optim.SGD(some, lr=0.1), lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
+        assert isinstance(build.optimizer(model, config, given, some), torch.optim.SGD)
+    for wrong in (3, lambda parameters: 3):
+        with pytest.raises(plumb.Error, match="expected a torch.optim object, or a function of parameters that returns one"):
+            build.optimizer(model, config, wrong, some)
+    with pytest.raises(plumb.Error, match="no parameter that is trained"):
+        build.optimizer(model.requires_grad_(False), config, None, None)
 
 
 def test_a_file_with_a_key_twice_is_refused(tmp_path: pathlib.Path) -> None:
