@@ -306,3 +306,108 @@ def test_what_is_left_to_deepspeed_is_the_schedules_own_default() -> None:
     for _ in range(4):
         schedule.step()
     assert schedule.get_last_lr() == [0.001]
+
+
+# ---- what is refused, left out, or wrapped around
+
+
+def one_group(groups: int = 1, lr: float = 0.02) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=lr)
+
+
+def test_a_schedule_that_has_ended_stays_where_it_ended() -> None:
+    for name, params, last in (
+        ("WarmupDecayLR", {"total_num_steps": 8, "warmup_max_lr": 0.01, "warmup_min_lr": 0.002, "warmup_num_steps": 3}, 0.002),
+        ("WarmupDecayLR", {"total_num_steps": 3, "warmup_max_lr": 0.01, "warmup_num_steps": 3}, 0.0),
+        ("WarmupCosineLR", {"total_num_steps": 8, "warmup_num_steps": 3, "cos_min_ratio": 0.1}, 0.002),
+        ("WarmupLR", {"warmup_num_steps": 3}, 0.02),  # the optimizer's own rate
+    ):
+        schedule = schedules.build(name, params, one_group())
+        for _ in range(30):
+            schedule.step()
+        assert group_of(schedule)["lr"] == pytest.approx(last) and schedule.get_last_lr() == pytest.approx([last]), name
+
+
+def test_a_schedule_over_the_thin_object_moves_the_optimizer_inside() -> None:
+    class Thin:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    for name, (params, rates, _) in SCHEDULES.items():
+        optimizer = one_group()
+        schedule = schedules.build(name.split()[0], params, Thin(optimizer))  # type: ignore[arg-type]
+        assert schedule.optimizer is optimizer
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[1], abs=1e-8), name
+
+
+def test_schedules_of_torch_are_named_by_a_config_too() -> None:
+    optimizer = one_group(lr=1.0)
+    schedule = schedules.build("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR) and schedule.optimizer is optimizer
+
+
+PARAMS: list[tuple[str, dict[str, Any], str]] = [
+    ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be a positive integer, got 0"),
+    ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps must be a positive integer"),
+    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps must be a positive integer"),
+    ("WarmupLR", {"warmup_type": "cubic"}, "'warmup_type' is 'cubic'; expected 'log' or 'linear'"),
+    ("WarmupLR", {"warmup_min_lr": [0.1]}, "'warmup_min_lr' has 1 values, and the optimizer has 2 groups"),
+    ("WarmupLR", {"warmup_max_lr": (0.1, 0.2, 0.3)}, "'warmup_max_lr' has 3 values, and the optimizer has 2 groups"),
+    ("WarmupLR", {"warmup_min_lr": "low"}, "'warmup_min_lr' is 'low'; expected a number"),
+    ("WarmupLR", {"warmup": 1}, "'scheduler.params' of WarmupLR"),
+    ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps must be a positive integer"),
+    ("WarmupCosineLR", {"total_num_steps": -1}, "total_num_steps must be a positive integer"),
+    ("LRRangeTest", {"lr_range_test_step_size": 0}, "must be a positive integer"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}, "cycle_first_step_size is 0"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_second_step_size": -1}, "cycle_second_step_size -1"),
+    ("OneCycle", {"cycle_min_lr": [0.1], "cycle_max_lr": 0.2}, "'cycle_min_lr' has 1 values"),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": [0.1]}, "'cycle_min_mom' has 1 values"),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "said"), PARAMS, ids=str)
+def test_arguments_of_schedules_that_mean_nothing_are_refused(kind: str, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=said):
+        schedules.build(kind, params, one_group(2))
+
+
+def test_no_rate_is_told_before_a_late_schedule_has_stepped() -> None:
+    schedule = schedules.build("LRRangeTest", {"last_batch_iteration": 3}, one_group())
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="need to call step"):
+        schedule.get_last_lr()
+
+
+def test_settings_that_only_say_how_are_dropped_and_wrong_ones_named() -> None:
+    p = [nn.Parameter(torch.zeros(2))]
+    for kind in ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD"):
+        made = optimizers.build(kind, {"lr": 0.5, "fp32_optimizer_states": True, "weight_decay": "auto"}, p)
+        assert made.param_groups[0]["lr"] == 0.5 and made.param_groups[0]["weight_decay"] == 0.0, kind
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=f"'optimizer.params' of {kind} in the DeepSpeed config"):
+            optimizers.build(kind, {"lr": 0.5, "no_such_thing": 1}, p)
+    for kind, params in (("Adam", {"bias_correction": False}), ("Lamb", {"amsgrad": True})):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match="not supported"):
+            optimizers.build(kind, params, p)
+    for kind in ("OneBitAdam", "muadam", "Optimizer_", "lr_scheduler"):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match="which is not supported"):
+            optimizers.build(kind, {}, p)
+    assert isinstance(optimizers.build("RMSprop", {"lr": 0.5}, p), torch.optim.RMSprop)
+    cpu = deepspeed.ops.adam.DeepSpeedCPUAdam(p, amsgrad=True, betas=[0.1, 0.2])  # type: ignore[arg-type]
+    assert cpu.param_groups[0]["amsgrad"] and cpu.param_groups[0]["betas"] == (0.1, 0.2)
+    assert deepspeed.ops.adam.FusedAdam(p, amsgrad=True).param_groups[0]["amsgrad"]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Lion", "Lamb", "Muon", "Adagrad", "SGD"])
+def test_a_closure_has_a_graph_and_its_loss_is_what_a_step_returns(kind: str) -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = optimizers.build(kind, {"lr": 0.1}, [p])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        returned: Any = optimizer.step(closure)
+    assert float(returned) == 4.0 and bool((p < 1).all()) and optimizer.step() is None
