@@ -6,7 +6,7 @@ import copy
 import enum
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -276,3 +276,114 @@ def again(first: int, second: int) -> None:
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (2, 3), (3, 0), (1, 1)])
 def test_a_model_that_is_initialized_again_has_a_new_engine(first: int, second: int) -> None:
     plumb.spawn(again, 2, (first, second))
+
+
+# ---- forwards that threw, and what is let go of
+
+
+class Pair(NamedTuple):
+    out: torch.Tensor
+    bias: torch.Tensor
+
+
+class Leaving(nn.Linear):
+    """Leaves its bias in a tuple with names, and throws where it is told."""
+
+    throws = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.throws:
+            raise KeyError("thrown")
+        return Pair(F.linear(x, self.weight), self.bias)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.last = Leaving(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = (self.last.weight * 2).sum()  # outside of its module
+        pair = self.layer(x)
+        assert type(pair) is Pair
+        return self.last(torch.tanh(pair.out + pair.bias)).sum() + used
+
+
+def threw() -> None:
+    model, twin = Around(), Around()
+    engine = built(3, model, gradient_accumulation_steps=1)
+    hooks = engine._outside
+    for _ in range(2):
+        model.layer.throws = True
+        with pytest.raises(KeyError, match="thrown"):
+            engine(torch.ones(2, WIDTH))
+        model.layer.throws = False
+        here = hooks._here
+        assert (here.forwards, here.given) == (0, []) and not any(here.units.values()), "as if it had not begun"
+        assert model.last.weight is dict(model.named_parameters())["last.weight"], "no forward runs: it is the parameter"
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
+        twin(torch.ones(2, WIDTH)).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.5).step()
+        twin.zero_grad()
+    for name, one in engine.module_state_dict().items():
+        torch.testing.assert_close(one, twin.state_dict()[name])
+    assert any(module._forward_hooks for module in model.modules())
+    engine.destroy()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def gathers() -> None:
+    """What is asked of GatheredParameters and its sisters beside the usual."""
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    plain = nn.Linear(2, 2)
+    with torch.no_grad():
+        plain.weight.fill_(float(rank))
+    with deepspeed.zero.Init(enabled=False), deepspeed.zero.GatheredParameters([plain.weight], modifier_rank=1):
+        pass
+    assert float(plain.weight[0, 0]) == rank, "nothing was built inside of Init: each rank's own"
+    model = Around()
+    engine = built(3, model, gradient_accumulation_steps=1)
+    weight = model.layer.weight
+    with deepspeed.zero.GatheredParameters([weight], enabled=False):
+        assert engine.engine.gathered_bytes == 0 and weight.ds_status == Theirs.NOT_AVAILABLE
+    with deepspeed.zero.unwrap_model_for_generation(model) as whole:
+        assert whole is model and all(p.ds_status == Theirs.AVAILABLE for p in model.parameters())
+        assert engine.engine.gathered_bytes > 0
+    assert engine.engine.gathered_bytes == 0
+    with deepspeed.zero.GatheredParameters((p for p in [weight, None]), modifier_rank=0), torch.no_grad():
+        weight.fill_(2.0 + rank)
+    assert torch.equal(engine.engine.full_parameter(weight), torch.full((WIDTH, WIDTH), 2.0))
+    engine.destroy()
+    assert deepspeed.zero.engine_of(weight) is None and not engine_finds(weight)
+    with deepspeed.zero.Init():
+        pass
+    with torch.no_grad():
+        plain.weight.fill_(float(rank))
+    with deepspeed.zero.GatheredParameters([plain.weight], modifier_rank=1, enabled=False):
+        pass
+    assert float(plain.weight[0, 0]) == rank
+    with deepspeed.zero.GatheredParameters(plain.weight, modifier_rank=1):
+        pass
+    assert float(plain.weight[0, 0]) == 1.0
+    for wrong in ({"remote_device": "nvme"}, {"zero_quantized_weights": True}):
+        with pytest.raises(plumb.Error, match="not supported"):
+            deepspeed.zero.Init(**wrong)
+    with pytest.raises(RuntimeError, match="expected a module and a parameter"):
+        deepspeed.zero.register_external_parameter(plain, "weight")  # type: ignore[arg-type]
+
+
+def engine_finds(parameter: torch.Tensor) -> bool:
+    try:
+        deepspeed.utils.safe_get_full_fp32_param(parameter)
+    except plumb.Error as error:
+        assert "belongs to no engine" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("program", [threw, gathers])
+def test_forwards_that_threw_and_what_is_gathered_or_not(program: Callable[[], None]) -> None:
+    plumb.spawn(program, 2)
