@@ -244,3 +244,70 @@ def test_groups_have_the_members_that_were_saved(tmp_path: Path) -> None:
         else:
             with pytest.raises(plumb.Error, match="the first that differ are 'bias' here and 'weight' there"):
                 engine.load(tmp_path)
+
+
+# ---- between a load of the engine's and its first step
+
+
+def cut(kind: type[torch.optim.Optimizer], strategy: str) -> tuple[nn.Module, Any, plumb.Engine]:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    return model, optimizer, plumb.Engine(model, optimizer, strategy=strategy)
+
+
+def walked(model: nn.Module, step: Any, times: int) -> nn.Module:
+    for _ in range(times):
+        model(torch.ones(2, 3)).square().sum().backward()
+        step()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return model
+
+
+def loads_before_a_step(kind: type[torch.optim.Optimizer], strategy: str, folder: str) -> None:
+    model, optimizer, engine = cut(kind, strategy)
+    walked(model, engine.step, 3)
+    engine.save(folder)
+    saved = optimizer.state_dict()
+    before = kept(optimizer)
+    engine.close()
+
+    model, optimizer, engine = cut(kind, strategy)
+    engine.load(folder)
+    shown = copy.deepcopy(optimizer.state_dict())
+    assert kept(optimizer) == before and shown[plumb.optim.MARK] == saved[plumb.optim.MARK], "what was loaded is shown"
+    assert not optimizer.state, "and nothing is left of showing it"
+    walked(model, engine.step, 1)
+    fourth = kept(optimizer)
+    optimizer.load_state_dict(shown)  # back to the third
+    assert kept(optimizer) == before
+    engine.load(folder)
+    walked(model, engine.step, 1)
+    assert kept(optimizer) == fourth
+    engine.close()
+
+    alone = nn.Linear(3, 2)
+    plain = kind(alone.parameters(), lr=0.1)  # type: ignore[call-arg]
+    walked(alone, plain.step, 5)
+    ends = []
+    for load in (lambda: engine.load(folder), lambda: engine.load_weights(folder)):
+        model, optimizer, engine = cut(kind, strategy)
+        load()
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # of the two, the later one
+        walked(model, engine.step, 1)
+        ends.append([engine.full_parameter(p) for p in model.parameters()])
+        assert all(float(one["step"]) == 6 for one in optimizer.state.values() if "step" in one)
+        assert len(optimizer.state) <= 2, "state of what nobody steps"
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+class Unknown(torch.optim.AdamW):
+    """Steps whole parameters, each on its owner."""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Unknown])
+def test_what_was_loaded_and_not_yet_stepped_is_shown_and_what_is_loaded_later_counts(kind: type[torch.optim.Optimizer], strategy: str, tmp_path: Path) -> None:
+    plumb.spawn(loads_before_a_step, 2, (kind, strategy, str(tmp_path)), method="thread")

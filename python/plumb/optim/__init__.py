@@ -163,7 +163,7 @@ class Pieces:
         self.groups: list[list[torch.Tensor]] | None = None
         self.stepping, self.left = False, 0
         self.shown: Any = None  # the optimizer's state, while it steps flat memory
-        self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step
+        self.loaded: dict[int, tuple[dict[str, Any], int]] = {}  # by parameter: state of a piece before its first step; none of another rank's
         self.flat = Flat(native, optimizer, lambda parameter: self.leaf_of[id(parameter)]) if not whole and is_torchs(optimizer) else None
         # Hooks of the user's find his parameters and their gradients, whenever they came.
         after = optimizer.register_step_post_hook(self._ended)
@@ -171,7 +171,7 @@ class Pieces:
         self.handles: list[LastHook | torch.utils.hooks.RemovableHandle] = [
             LastHook(optimizer, self._before),
             after,
-            optimizer.register_state_dict_pre_hook(self._swap_in),
+            optimizer.register_state_dict_pre_hook(self._show),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check_load),
             optimizer.register_load_state_dict_post_hook(self._cut_loaded),
@@ -254,7 +254,9 @@ class Pieces:
         leaf = torch.nn.Parameter(self._shaped(piece, piece.weight.detach()), requires_grad=False)
         self.leaf_of[key], self.begin_of[key] = leaf, piece.begin
         if key in self.loaded:
-            self.optimizer.state[leaf] = self.loaded.pop(key)[0]
+            loaded = self.loaded.pop(key)[0]
+            if loaded:
+                self.optimizer.state[leaf] = loaded
             return leaf
         state = self.optimizer.state.pop(piece.parameter, None)  # of before this engine, or loaded
         if state is not None:
@@ -319,9 +321,21 @@ class Pieces:
 
     # ---- its state
 
+    def _show(self, *_: object) -> None:
+        """For ``state_dict()``: by leaves, and by the parameters themselves where a piece was loaded and is still to be stepped."""
+        for parameter, state in self._still_loaded():
+            self.optimizer.state[parameter] = state
+        self._swap_in()
+
+    def _still_loaded(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        members = [p for group in self.optimizer.param_groups for p in group["params"]] if self.loaded else []
+        return [(p, self.loaded[id(p)][0]) for p in members if id(p) in self.loaded and self.loaded[id(p)][0]]
+
     def _mark(self, _: object, state: dict[str, Any]) -> None:
         self._swap_out()
-        if self.leaf_of:
+        for parameter, _state in self._still_loaded():
+            self.optimizer.state.pop(parameter, None)
+        if self.leaf_of or self.loaded:
             state[MARK] = dict(self.place)
 
     def _check_load(self, _: object, state: dict[str, Any]) -> None:
@@ -339,6 +353,7 @@ class Pieces:
 
     def _cut_loaded(self, _: object) -> None:
         self._swap_out()
+        self.loaded.clear()
         if self.loads_pieces:
             return
         for group in self.optimizer.param_groups:  # of whole parameters: each rank keeps its pieces
@@ -413,7 +428,7 @@ class Pieces:
             self.optimizer.state.pop(leaf, None)
             if state:
                 self.optimizer.state[leaf] = state
-        elif state:
+        else:
             self.loaded[id(parameter)] = (state, begin)
 
     def close(self) -> None:
