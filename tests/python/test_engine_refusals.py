@@ -120,6 +120,8 @@ def test_a_module_on_two_devices_is_an_error_on_every_rank() -> None:
 
 NO_MODELS: dict[str, Callable[[], Any]] = {
     "expected a module": lambda: 42,
+    "or pairs of a name and a tensor": lambda: [torch.ones(2)],
+    "a tuple; expected a module": lambda: ("weight", torch.ones(2)),
     "reset_parameters": Unmade,
     "lazy module": lambda: nn.LazyLinear(3),
 }

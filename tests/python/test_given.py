@@ -115,6 +115,7 @@ def test_calls_that_mean_nothing_are_refused_and_the_engine_goes_on() -> None:
                 (lambda: engine.set_lr("a"), "lr is 'a'; expected a number"),  # type: ignore[arg-type]
                 (lambda: engine.set_lr(-1.0), r"set_lr\(-1\); a learning rate must be finite and not negative"),
                 (lambda: engine.set_lr(float("nan")), r"set_lr\(nan\); a learning rate"),
+                (lambda: engine.set_lr(float("inf")), r"set_lr\(inf\); a learning rate"),
                 (lambda: engine.deliver(one.weight, 3), "the gradient is a int; expected a tensor"),  # type: ignore[arg-type]
                 (lambda: engine.full_gradient("weight"), "the parameter is a str; expected a tensor"),  # type: ignore[arg-type]
                 (lambda: engine.full_parameter(3), "the parameter is a int; expected a tensor"),  # type: ignore[arg-type]

@@ -250,3 +250,25 @@ def test_an_engine_is_not_closed_by_its_own_extras(tmp_path: Path) -> None:
                         call(tmp_path, extras={"it": extra})
                 else:
                     call(tmp_path, extras={"it": extra})
+
+
+def test_nor_after_another_call_inside_of_the_first(tmp_path: Path) -> None:
+    class Calls(Gives):
+        armed = False
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.armed:
+                with pytest.raises(plumb.Error):
+                    self.value.load_state_dict({})
+                with pytest.raises(plumb.Error):
+                    self.value.load(tmp_path / "nowhere")
+                self.value.close()
+            return {}
+
+    with plumb.Engine(torch.nn.Linear(2, 2), plumb.SGD()) as engine:
+        extra = Calls(engine)
+        extra.armed = True
+        with pytest.raises(plumb.Error, match="close\\(\\) inside of save\\(\\) of the same engine; call it afterwards"):
+            engine.save(tmp_path, extras={"it": extra})
+        extra.armed = False
+        engine.save(tmp_path, extras={"it": extra})

@@ -17,7 +17,7 @@ from .. import _C
 from .._C import Error
 from .early import Early
 from .flat import Flat
-from .hooks import LastHook, check_outside as check_outside, closure_of, inside_a_step, swap
+from .hooks import LastHook, Watch, check_outside as check_outside, closure_of, inside_a_step, swap
 from .replicated import Whole as Whole
 from .compared import refuse_sparse, settings
 from .trial import looks_at_others
@@ -168,8 +168,9 @@ class Pieces:
         # Hooks of the user's find his parameters and their gradients, whenever they came.
         after = optimizer.register_step_post_hook(self._ended)
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        self.handles: list[LastHook | torch.utils.hooks.RemovableHandle] = [
+        self.handles: list[LastHook | Watch | torch.utils.hooks.RemovableHandle] = [
             LastHook(optimizer, self._before),
+            Watch(optimizer, self.abandon),
             after,
             optimizer.register_state_dict_pre_hook(self._show),
             optimizer.register_state_dict_post_hook(self._mark),

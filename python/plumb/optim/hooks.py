@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -79,6 +81,40 @@ class LastHook:
     def remove(self) -> None:
         self._handle.remove()
         vars(self._optimizer).pop("register_step_pre_hook", None)
+
+
+class Watch:
+    """Ends a step of the optimizer's that an exception leaves, at once: torch has no hook for that, and the next forward needs what was updated."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, abandon: Callable[[], None]) -> None:
+        self._optimizer, self._abandon = optimizer, abandon
+        self._around: Any = optimizer.step  # a scheduler may have wrapped it, and may wrap this one
+
+        @functools.wraps(getattr(self._around, "__func__", self._around))
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return self._around(*args, **kwargs)
+            try:
+                return self._around(*args, **kwargs)
+            except BaseException:
+                self._abandon()
+                raise
+
+        self._step = types.MethodType(step, optimizer)
+        self._had_one = "step" in vars(optimizer)
+        vars(optimizer)["step"] = self._step
+
+    def remove(self) -> None:
+        self._abandon = _nothing
+        if vars(self._optimizer).get("step") is self._step:  # otherwise somebody has wrapped it
+            if self._had_one:
+                vars(self._optimizer)["step"] = self._around
+            else:
+                del vars(self._optimizer)["step"]
+
+
+def _nothing() -> None:
+    pass
 
 
 def closure_of(
