@@ -165,7 +165,6 @@ class DeepSpeedEngine(Settings):
         self._needs_optimizer("scale")
         if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad:
             raise ConfigError("loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)")
-        self._held = False
         return self.engine.scale(loss)
 
     def _backward_prologue(self, *_: Any) -> None:

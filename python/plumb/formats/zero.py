@@ -149,8 +149,9 @@ def _read_zero(
     ranks = [unpickle.load(file)["optimizer_state_dict"] for file in optims]
     stage = int(_plain(ranks[0].get("zero_stage", 1)))
     count = ranks[0].get("partition_count", len(ranks))
-    if max(count if isinstance(count, list) else [count]) != len(ranks):
-        raise Error(f"{len(ranks)} files of optimizer states, and they are of {count} ranks: some are missing")
+    wanted = max(count if isinstance(count, list) else [count])
+    if wanted != len(ranks):
+        raise Error(f"{len(ranks)} files of optimizer states, and they are of {wanted} ranks: some are missing")
     if any("optimizer_state_dict" not in unpickle_state and stage == 3 for unpickle_state in ranks):
         raise Error("the files of stage 3 have no optimizer states")
     groups: list[dict[str, tuple[int, ...]]] = [
