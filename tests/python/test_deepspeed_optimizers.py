@@ -372,6 +372,12 @@ def test_arguments_of_schedules_that_mean_nothing_are_refused(kind: str, params:
         schedules.build(kind, params, one_group(2))
 
 
+def test_rates_by_group_are_lists_or_tuples() -> None:
+    for kind in (list, tuple):
+        schedule = schedules.build("WarmupLR", {"warmup_min_lr": kind([0.1, 0.2]), "warmup_max_lr": kind([0.3, 0.5])}, one_group(2))
+        assert [group["lr"] for group in schedule.optimizer.param_groups] == [0.1, 0.2] and schedule.max_lrs == [0.3, 0.5]
+
+
 def test_no_rate_is_told_before_a_late_schedule_has_stepped() -> None:
     schedule = schedules.build("LRRangeTest", {"last_batch_iteration": 3}, one_group())
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="need to call step"):
