@@ -373,6 +373,36 @@ def test_a_config_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     assert all("stagee" in said for said in plumb.spawn(wrong_on_one_rank, 2))
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {  # what rank 1 alone says, and what is said of it
+    "the model is a int": {"model": 3},
+    "requires a model": {"model": None},
+    "specify configuration file": {"config": None},
+    "in the deepspeed arguments and": {"args": argparse.Namespace(deepspeed_config="ds.json")},
+    "sequence parallelism": {"mesh_param": (1, 2)},
+    "must be a torch Dataset": {"training_data": 3},
+    "names a scheduler, and there is no optimizer": {"config": {"train_batch_size": 2, "scheduler": {"type": "WarmupLR"}}},
+}
+
+
+def initialised_wrongly() -> list[str]:
+    said = []
+    for more in ARGUMENTS.values():
+        given = {"model": make(), "config": {"train_batch_size": 2}, **(more if plumb.world().rank == 1 else {})}
+        try:
+            deepspeed.initialize(**given)
+        except plumb.Error as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+    return said
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    for rank, said in enumerate(plumb.spawn(initialised_wrongly, 2, timeout=100)):
+        for words, one in zip(ARGUMENTS, said, strict=True):
+            assert words in one and ("rank 1 could not set up its engine" in one) == (rank == 0), (rank, one)
+
+
 def test_units_are_blocks_and_leaf_modules() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from .. import optim
 from .._C import World
 from ..engine import Engine
+from ..given import refuse
 from ..world import world as _world
 from . import build, zero
 from .config import Config, ConfigError
@@ -66,11 +67,13 @@ class DeepSpeedEngine(Settings):
         world: World | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         self._destroyed = False
         self._world = _world() if world is None else world
         try:
+            if not isinstance(model, nn.Module):
+                raise ConfigError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
+            if training_data is not None:
+                self._check_dataset(training_data)
             self._config = Config(config, self._world.size)
             self.config: dict[str, Any] = self._config.given
             build.check_mpu(mpu, self._world.size)
@@ -83,9 +86,7 @@ class DeepSpeedEngine(Settings):
             self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
             options = build.options(model, self._config, self.basic_optimizer is not None)
         except Exception as error:
-            if self._world.size > 1:  # the others are waiting to build theirs
-                with contextlib.suppress(Exception):
-                    self._world.refuse(str(error))
+            refuse(self._world, error)  # the others are waiting to build theirs
             raise
         self.engine = Engine(model, self.basic_optimizer, world=self._world, **options)
         self._outside = Outside(model, options["units"]) if "units" in options else None

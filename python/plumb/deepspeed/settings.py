@@ -86,8 +86,7 @@ class Settings(State):
         num_local_io_workers: int | None = None,
     ) -> torch.utils.data.DataLoader[Any]:
         """A loader of this rank's part of ``dataset``."""
-        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-            raise ConfigError("Training data must be a torch Dataset")
+        self._check_dataset(dataset)
         if data_sampler is None and hasattr(dataset, "__len__"):
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=route == "train"
@@ -101,6 +100,12 @@ class Settings(State):
             pin_memory=pin_memory and self.device.type == "cuda",
             drop_last=self._config["dataloader_drop_last"],
         )
+
+    @staticmethod
+    def _check_dataset(dataset: Any) -> None:
+        """An Error if there is nothing to load from it."""
+        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+            raise ConfigError("Training data must be a torch Dataset")
 
     # ---- the world
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..given import refuse
+from ..world import world
 from .config import ConfigError
 from .engine import DeepSpeedEngine
 
@@ -41,12 +43,26 @@ def initialize(
     >>> engine.global_steps
     1
     """
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    try:
+        config = _checked(args, model, config_params if config is None else config, mesh_param)
+    except ConfigError as error:
+        refuse(world(), error)  # the others are building their engines
+        raise
+    assert model is not None
+    engine = DeepSpeedEngine(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, dist_init_required, collate_fn, config
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _checked(args: Any, model: Any, config: Any, mesh_param: Any) -> Any:
+    """The config, wherever it was given."""
     if model is None:
         raise ConfigError("deepspeed.initialize requires a model")
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ConfigError(f"mesh_param is {mesh_param}; sequence parallelism is not supported, leave it out")
-    if config is None:
-        config = config_params
     from_args, old = getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)
     if from_args is not None and old is not None:
         raise ConfigError("Not sure how to proceed, we were given both a deepscale_config and deepspeed_config")
@@ -60,12 +76,7 @@ def initialize(
         config = from_args
     if config is None:
         raise ConfigError("DeepSpeed requires --deepspeed_config to specify configuration file")
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
-    engine = DeepSpeedEngine(
-        args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, dist_init_required, collate_fn, config
-    )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return config
 
 
 def init_distributed(
