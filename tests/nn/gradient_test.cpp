@@ -419,5 +419,44 @@ TEST(MoE, RoutesEveryTokenAndTrainsItsRouter) {
   EXPECT_GT(moe->router->weight.grad().norm().item<double>(), 0.0);
 }
 
+// Each option of the whole is that of its experts: what is delayed is what comes without delay, when it is asked for.
+TEST(MoE, HandsEveryOptionToItsExperts) {
+  for (const nn::Experts kind : {nn::Experts::grouped, nn::Experts::separate}) {
+    for (const nn::Activation activation : {nn::Activation::swiglu, nn::Activation::gelu}) {
+      for (const bool bias : {false, true}) {
+        const at::Tensor x = at::randn({9, 6});
+        const auto gradients = [&](bool delayed) {
+          torch::manual_seed(4);
+          nn::MoE moe(nn::MoEOptions{.width = 6,
+                                     .hidden = 5,
+                                     .experts = 3,
+                                     .top_k = 2,
+                                     .activation = activation,
+                                     .weights = kind,
+                                     .bias = bias,
+                                     .delay_wgrad_compute = delayed});
+          EXPECT_EQ(moe->experts->up.size(), kind == nn::Experts::grouped ? 1U : 3U);
+          EXPECT_EQ(moe->experts->up[0].size(-2), activation == nn::Activation::swiglu ? 10 : 5);
+          EXPECT_EQ(moe->experts->up_biases.empty(), !bias);
+          moe->forward(x).pow(2).sum().backward();
+          EXPECT_EQ(moe->experts->up[0].grad().defined(), !delayed);
+          EXPECT_EQ(moe->experts->down[0].grad().defined(), !delayed);
+          if (delayed) {
+            moe->backward_dw();
+          } else {
+            EXPECT_THROW(moe->backward_dw(), Error);
+          }
+          std::vector<at::Tensor> all;
+          for (const at::Tensor& parameter : moe->parameters()) all.push_back(parameter.grad());
+          return all;
+        };
+        const auto now = gradients(false), later = gradients(true);
+        ASSERT_EQ(now.size(), later.size());
+        for (size_t i = 0; i < now.size(); ++i) expect_close(later[i], now[i], 1e-6);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace plumb::test
