@@ -97,14 +97,15 @@ Groups::Groups(const Tokens& tokens, int64_t experts, int64_t rows, c10::Device 
   at::NoGradGuard no_grad;
   raise_complaint();
   if (counts.is_cuda() && ends_by_kernel(counts, tokens.are_ends, device)) return;
-  const at::Tensor ends = tokens.are_ends ? counts : counts.cumsum(0, at::kLong);
+  // Of our own: the caller may refill his, also in pinned memory that a device has not read yet.
+  const at::Tensor ends = tokens.are_ends ? counts.to(at::kLong, /*non_blocking=*/false, /*copy=*/true).contiguous()
+                                          : counts.cumsum(0, at::kLong);
   if (counts.is_cpu()) {
-    const at::Tensor whole = ends.to(at::kLong).contiguous();
-    const auto* data = whole.const_data_ptr<int64_t>();
+    const auto* data = ends.const_data_ptr<int64_t>();
     for (int64_t e = 0; e < experts; ++e) sizes_.push_back(data[e] - (e == 0 ? 0 : data[e - 1]));
     check_sizes();
   }
-  ends_ = ends.to(device, at::kInt, /*non_blocking=*/true).contiguous();
+  ends_ = ends.to(device, at::kInt, /*non_blocking=*/true);
   if (!counts.is_cpu()) sizes();  // no kernel looks at them: better to wait than to read other rows
 }
 

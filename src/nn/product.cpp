@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdint>
+
 namespace plumb::nn {
 namespace {
 
@@ -38,6 +40,15 @@ at::Tensor one_over(const std::vector<at::Tensor>& tensors) {
   return first.as_strided(sizes, strides);
 }
 
+at::Tensor at_16_bytes(const at::Tensor& tensor) {
+  bool fits = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0 &&
+              (tensor.stride(-1) == 1 || tensor.stride(-2) == 1);
+  for (const int64_t stride : tensor.strides()) {
+    fits = fits && (stride == 1 || (stride > 0 && stride * tensor.element_size() % 16 == 0));
+  }
+  return fits ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
 at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& weights, const Groups& groups,
                            Side side) {
   const bool forward = side == Side::forward;
@@ -46,7 +57,8 @@ at::Tensor grouped_product(const at::Tensor& x, const std::vector<at::Tensor>& w
   if (x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.size(0) > 0 && x.size(1) % 8 == 0 && columns % 8 == 0) {
     at::Tensor all = is_grouped(weights) ? weights[0] : one_over(weights);
     if (!all.defined()) all = at::stack(weights);
-    return at::_grouped_mm(x, forward ? all.transpose(-2, -1) : all, groups.ends());
+    all = at_16_bytes(all);
+    return at::_grouped_mm(at_16_bytes(x), forward ? all.transpose(-2, -1) : all, groups.ends());
   }
   at::Tensor y = at::empty({x.size(0), columns}, x.options());
   int64_t begin = 0;

@@ -12,6 +12,9 @@ namespace plumb::nn {
 // One tensor [n, ...] over n tensors that lie side by side in one block of memory; undefined where they do not.
 at::Tensor one_over(const std::vector<at::Tensor>& tensors);
 
+// What libtorch's grouped product takes: the tensor itself if it lies at 16 bytes and so do its rows, or else a copy.
+at::Tensor at_16_bytes(const at::Tensor& tensor);
+
 enum class Side { forward, backward };  // x Wᵀ, or dy W
 
 // Not differentiable: the autograd nodes call it.

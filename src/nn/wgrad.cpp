@@ -6,6 +6,7 @@
 
 #include "lane/lane.h"
 #include "nn/grouped_wgrad.h"
+#include "nn/product.h"
 #include "plumb/error.h"
 
 #ifdef PLUMB_CUDA_KERNELS
@@ -94,6 +95,10 @@ bool grouped_mm_takes(const at::Tensor& dy, const at::Tensor& x) {
          x.size(1) % 8 == 0;
 }
 
+at::Tensor by_grouped_mm(const at::Tensor& dy, const at::Tensor& x, const Groups& groups) {
+  return at::_grouped_mm(at_16_bytes(dy).t(), at_16_bytes(x), groups.ends());
+}
+
 // All groups into buffers of the inputs' own dtype: libtorch's grouped product, and one more pass over memory. False: not
 // such a problem.
 bool write_by_grouped_mm(const std::vector<GradTarget>& targets, const at::Tensor& dy, const at::Tensor& x,
@@ -102,7 +107,7 @@ bool write_by_grouped_mm(const std::vector<GradTarget>& targets, const at::Tenso
   for (const GradTarget& target : targets) {
     if (target.buffer.defined() && target.buffer.scalar_type() != dy.scalar_type()) return false;
   }
-  const at::Tensor made = at::_grouped_mm(dy.t(), x, groups.ends());
+  const at::Tensor made = by_grouped_mm(dy, x, groups);
   const bool one = is_grouped(targets);
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!targets[i].buffer.defined()) continue;
@@ -143,7 +148,13 @@ void WgradJob::put_off() {
 std::vector<at::Tensor> WgradJob::run(When when) {
   at::NoGradGuard no_grad;
   if (groups_) raise_complaint();
-  if (when == When::delayed) made_on_.join(dy_.device());
+  if (when == When::delayed) {
+    made_on_.join(dy_.device());
+    // Perhaps under another stream than the backward's, and then they are let go: all that any path below reads.
+    keep_for_current(dy_);
+    keep_for_current(x_);
+    if (groups_) keep_for_current(groups_->ends());
+  }
   std::vector<GradTarget> targets(slots_.size());
   std::vector<at::Tensor> made(slots_.size());
   bool any = false;
@@ -154,7 +165,7 @@ std::vector<at::Tensor> WgradJob::run(When when) {
     if (slot.delivery.into_buffer) {
       targets[i] = open_checked(*slot.weight.sink, slot.like);
     } else if (groups_ && slots_.size() == 1 && grouped_mm_takes(dy_, x_)) {
-      made[i] = at::_grouped_mm(dy_.t(), x_, groups_->ends());
+      made[i] = by_grouped_mm(dy_, x_, *groups_);
       any = false;
     } else {
       made[i] = at::empty(slot.like.sizes, slot.like.options);
@@ -163,11 +174,6 @@ std::vector<at::Tensor> WgradJob::run(When when) {
   }
   if (!any) return made;
   write_wgrad(targets, dy_, x_, groups_.get());
-  if (when == When::delayed) {
-    // Perhaps under another stream than the backward's, and then they are let go.
-    keep_for_current(dy_);
-    keep_for_current(x_);
-  }
   for (const Slot& slot : slots_) {
     if (slot.weight.wanted && slot.delivery.when == when && slot.delivery.into_buffer) slot.weight.sink->wrote();
   }

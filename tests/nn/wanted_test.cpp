@@ -3,7 +3,7 @@
 
 #include "nn/support/drawn.h"
 
-namespace plumb::test {
+namespace plumb::test::wanted {
 namespace {
 
 constexpr int64_t width = 4, hidden = 5, outer = 3;
@@ -185,4 +185,4 @@ TEST(Wanted, ByAutogradGradIsTheSameAndCanBeDifferentiatedAgain) {
 }
 
 }  // namespace
-}  // namespace plumb::test
+}  // namespace plumb::test::wanted

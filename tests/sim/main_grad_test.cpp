@@ -2,6 +2,8 @@
 #include "libtorch.h"
 
 #include "grad/node.h"
+#include "nn/groups.h"
+#include "nn/wgrad.h"
 #include "plumb/nn.h"
 #include "plumb/plumb.h"
 #include "sim/support/support.h"
@@ -134,6 +136,73 @@ TEST(DelayedGradients, AreReducedOnceInsideAPass) {
   const auto plain = collectives(Way::plain);
   EXPECT_EQ(collectives(Way::pass), plain);
   EXPECT_EQ(collectives(Way::after), plain + 3 * 2) << "one bucket more in each of three steps, counted on two ranks";
+}
+
+// All that a weight gradient is computed from may be let go at once, though the stream that computes it is behind.
+TEST(DelayedGradients, KeepWhatTheyReadForTheStreamThatReadsIt) {
+  for (uint64_t seed = 0; seed < few_seeds; ++seed) {
+    for (const bool grouped : {false, true}) {
+      Session session(seed);
+      const auto later = new_stream(0, "later");
+      std::vector<const void*> read;
+      bool ran = false;
+      {
+        const at::Tensor weight = (grouped ? at::zeros({2, 3, 4}, on(0)) : at::zeros({3, 4}, on(0))).requires_grad_();
+        const at::Tensor dy = at::ones({5, 3}, on(0)), x = at::ones({5, 4}, on(0));
+        std::shared_ptr<const nn::Groups> groups;
+        if (grouped) {
+          groups =
+              std::make_shared<const nn::Groups>(nn::Tokens::sizes(at::tensor({2, 3}, at::kLong)), 2, 5, device(0));
+        }
+        for (const at::Tensor& one : {dy, x}) read.push_back(one.const_data_ptr());
+        if (grouped) read.push_back(groups->ends().const_data_ptr());
+        nn::WgradJob job(dy, x, groups,
+                         {{nn::Weight{.leaf = weight, .wanted = true},
+                           nn::Like(weight),
+                           {.into_buffer = false, .when = nn::When::delayed, .returned = nn::Returned::nothing}}});
+        job.put_off();
+        with(later, [&] {
+          const auto made = job.run(nn::When::delayed);
+          launch("a slow reader", {made[0]}, {}, [&](const Tensors&, const Tensors&) { ran = true; });
+        });
+      }
+      std::vector<at::Tensor> fresh;
+      for (int i = 0; i < 8; ++i) {
+        fresh.push_back(at::empty({4}, on(0)));
+        for (size_t of = 0; of < read.size(); ++of) {
+          EXPECT_TRUE(ran || fresh.back().const_data_ptr() != read[of])
+              << "input " << of << (grouped ? ", grouped" : "") << ", seed " << seed;
+        }
+      }
+      session.finish();
+      EXPECT_TRUE(session.races().empty()) << session.report();
+    }
+  }
+}
+
+// Whoever reads batches ahead refills one buffer of counts as soon as the forward has returned.
+TEST(TokenCounts, AreTheCallersAgainOnceTheForwardHasReturned) {
+  for (uint64_t seed = 0; seed < few_seeds; ++seed) {
+    for (const at::ScalarType dtype : {at::kInt, at::kLong, at::kShort}) {
+      for (const bool ends : {false, true}) {
+        Session session(seed);
+        nn::GroupedLinear layer(nn::GroupedLinearOptions{.experts = 2, .in = 4, .out = 3});
+        layer->to(device(0));
+        const at::Tensor counts =
+            at::tensor(ends ? std::vector<int64_t>{2, 5} : std::vector<int64_t>{2, 3}).to(dtype).pin_memory();
+        layer->forward(at::ones({5, 4}, on(0)), ends ? nn::Tokens::ends(counts) : nn::Tokens::sizes(counts));
+        counts.fill_(9);
+        for (const at::Tensor& given : {counts, counts.to(device(0))}) {
+          const at::Tensor rows = given.fill_(ends ? 5 : 0);
+          rows[1] = 5;
+          const nn::Groups groups(ends ? nn::Tokens::ends(rows) : nn::Tokens::sizes(rows), 2, 5, device(0));
+          EXPECT_FALSE(groups.ends().is_alias_of(rows)) << "a backward would read them after a refill";
+        }
+        session.finish();
+        EXPECT_TRUE(session.races().empty()) << session.report();
+      }
+    }
+  }
 }
 
 }  // namespace
