@@ -11,7 +11,7 @@
 
 namespace plumb::arguments {
 
-// Who checks: "the shm backend", on this rank of so many.
+// Who checks: "the shm backend", on a rank that errors call this, of so many.
 struct Checker {
   const char* who;
   int rank;

@@ -63,18 +63,21 @@ Links::Script block_gather(int machine, const Tiers& tiers, const at::Tensor& fu
 class HierarchyBackend final : public Hierarchy {
  public:
   HierarchyBackend(const c10::intrusive_ptr<c10d::Store>& store, HierarchyOptions options)
-      : Hierarchy(options.rank, options.tiers.size()), tiers_(options.tiers), machine_(tiers_.machine_of(rank_)),
-        begin_(tiers_.first[machine_]), local_(tiers_.ranks_on(machine_)), heap_(std::move(options.heap)),
-        timeout_(options.timeout), wire_(std::move(options.wire)), cargo_(options.cargo),
-        flat_(std::move(options.flat)) {
+      : Hierarchy(options.rank, options.tiers.size()), names_(options.names), tiers_(options.tiers),
+        machine_(tiers_.machine_of(rank_)), begin_(tiers_.first[machine_]), local_(tiers_.ranks_on(machine_)),
+        heap_(std::move(options.heap)), timeout_(options.timeout), wire_(std::move(options.wire)),
+        cargo_(options.cargo), flat_(std::move(options.flat)) {
     if (local_ > 1) {
       const auto own = c10::make_intrusive<c10d::PrefixStore>("machine " + std::to_string(machine_), store);
-      to_first_ = ShmRing::make(heap_, *own, options.serial, begin_);
-      from_first_ = ShmRing::make(heap_, *own, options.serial + 1, begin_);
+      const Names here = names_.part(begin_, local_);
+      to_first_ = ShmRing::make(heap_, *own, options.serial, here, begin_);
+      from_first_ = ShmRing::make(heap_, *own, options.serial + 1, here, begin_);
     }
     if (!first()) return;
+    std::vector<int> firsts;
+    for (int m = 0; m < tiers_.machines(); ++m) firsts.push_back(names_[tiers_.first[m]]);
     between_ = make_tcp_backend(c10::make_intrusive<c10d::PrefixStore>("between", store), machine_, tiers_.machines(),
-                                options.address, options.patience);
+                                options.address, options.patience, Names(std::move(firsts)));
     links_ = std::make_unique<Links>(between_, issuing_between_, wire_, cargo_);
   }
 
@@ -91,7 +94,7 @@ class HierarchyBackend final : public Hierarchy {
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    if (!options.device().is_cpu()) throw Error(rank_, "the shm+tcp backend has memory on the CPU only");
+    if (!options.device().is_cpu()) throw Error(names_[rank_], "the shm+tcp backend has memory on the CPU only");
     const at::Tensor shared = heap_ ? heap_->tensor(size, options) : at::Tensor();
     return shared.defined() ? shared : at::empty({size}, options);  // carried all the same, through copies
   }
@@ -146,6 +149,7 @@ class HierarchyBackend final : public Hierarchy {
   at::Tensor widened(const at::Tensor& tensor);
   std::function<void()> narrowed(const at::Tensor& wide, const at::Tensor& tensor, Reduction reduction) const;
 
+  const Names names_;
   const Tiers tiers_;
   const int machine_;
   const int begin_;  // the first rank of this machine
@@ -154,7 +158,7 @@ class HierarchyBackend final : public Hierarchy {
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Wire> wire_;
   const Cargo cargo_;
-  const arguments::Checker check_{"the shm+tcp backend", rank_, size_};
+  const arguments::Checker check_{"the shm+tcp backend", names_[rank_], size_};
 
   std::shared_ptr<ShmRing> to_first_, from_first_;  // null on a machine of one rank
   const c10::intrusive_ptr<c10d::Backend> flat_;    // between all ranks
@@ -166,18 +170,12 @@ class HierarchyBackend final : public Hierarchy {
   Relay arrive_{"plumb_arrive"}, cross_{"plumb_cross"}, leave_{"plumb_leave"};
 };
 
-// What the first ranks say of each other is by machine.
-std::exception_ptr by_machine(const std::exception_ptr& failure, int rank, const Tiers& tiers) {
+// What the first ranks say of each other is of calls that nobody made.
+std::exception_ptr between_machines(const std::exception_ptr& failure, int me) {
   try {
     std::rethrow_exception(failure);
   } catch (const Error& e) {
-    std::string firsts;
-    for (int m = 0; m < std::min(tiers.machines(), 8); ++m) {
-      firsts += (m == 0 ? "" : ", ") + std::to_string(tiers.first[m]);
-    }
-    return std::make_exception_ptr(Error(rank, "between machines, whose first ranks are " + firsts +
-                                                   (tiers.machines() > 8 ? ", …" : "") +
-                                                   " and are counted here by machine: " + without_prefix(e.what())));
+    return std::make_exception_ptr(Error(me, "between the first ranks of machines: " + without_prefix(e.what())));
   } catch (...) {
     return failure;
   }
@@ -211,7 +209,8 @@ c10::intrusive_ptr<Work> HierarchyBackend::start(c10d::OpType type, Steps given)
     return call;
   }
   const auto crossed = [=, this](const std::exception_ptr& failure) {
-    next(failure ? by_machine(failure, rank_, tiers_) : nullptr, [&] { leave_.after(works_of(steps->outside), end); });
+    next(failure ? between_machines(failure, names_[rank_]) : nullptr,
+         [&] { leave_.after(works_of(steps->outside), end); });
   };
   arrive_.after(std::move(begun), [=, this](const std::exception_ptr& failure) {
     next(failure, [&] { cross_.after(works_of(steps->between), crossed); });
@@ -348,7 +347,8 @@ c10::intrusive_ptr<Work> HierarchyBackend::broadcast(std::vector<at::Tensor>& te
   check_.contiguous_on_cpu(tensor);
   const int root = static_cast<int>(opts.rootRank);
   if (root < 0 || root >= size_) {
-    throw Error(rank_, "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size_));
+    throw Error(names_[rank_],
+                "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size_));
   }
   const int source = tiers_.machine_of(root);
   const at::Tensor memory = flat(tensor);

@@ -17,6 +17,7 @@
 #include <string>
 
 #include "backend/machines.h"
+#include "backend/names.h"
 #include "watch/wire.h"
 
 namespace plumb {
@@ -36,6 +37,7 @@ class Hierarchy : public c10d::Backend {
 struct HierarchyOptions {
   Tiers tiers;
   int rank = 0;
+  Names names{};                             // of the ranks in errors
   std::shared_ptr<ShmHeap> heap{};           // of the ranks of this machine; null where there is but one
   int64_t serial = 0;                        // of the first of `serials` groups in that memory
   static constexpr int serials = 2;          // that it takes

@@ -161,7 +161,7 @@ void gather(const std::vector<LocalCall>& calls) {
   }
 }
 
-void all_to_all(const std::vector<LocalCall>& calls) {
+void all_to_all(const std::vector<LocalCall>& calls, const LocalHub& hub) {
   const size_t size = calls.size();
   const int64_t item = calls[0].inputs[0].element_size();
   for (size_t to = 0; to < size; ++to) {
@@ -169,9 +169,9 @@ void all_to_all(const std::vector<LocalCall>& calls) {
     for (size_t from = 0; from < size; ++from) {
       const int64_t count = calls[to].output_splits[from];
       if (calls[from].input_splits[to] != count) {
-        throw Error("all_to_all: rank " + std::to_string(from) + " sends " +
-                    std::to_string(calls[from].input_splits[to]) + " elements to rank " + std::to_string(to) +
-                    ", which expects " + std::to_string(count));
+        throw Error("all_to_all: rank " + std::to_string(hub.name(static_cast<int>(from))) + " sends " +
+                    std::to_string(calls[from].input_splits[to]) + " elements to rank " +
+                    std::to_string(hub.name(static_cast<int>(to))) + ", which expects " + std::to_string(count));
       }
       int64_t read = 0;
       for (size_t r = 0; r < to; ++r) read += calls[from].input_splits[r];
@@ -212,7 +212,7 @@ LocalHub::LocalHub(int size, std::chrono::milliseconds timeout, std::vector<int>
       gone_(size) {}
 LocalHub::~LocalHub() = default;
 
-void LocalHub::run(Slot& slot) {
+void LocalHub::run(Slot& slot) const {
   std::exception_ptr thrown;
   try {
     const auto& calls = slot.calls;
@@ -230,7 +230,7 @@ void LocalHub::run(Slot& slot) {
         gather(calls);
         break;
       case c10d::OpType::ALLTOALL_BASE:
-        all_to_all(calls);
+        all_to_all(calls, *this);
         break;
       default:
         reduce_parts(calls);

@@ -62,7 +62,7 @@ class LocalHub : public std::enable_shared_from_this<LocalHub> {
   using Address = std::tuple<int, int, int>;  // from, to, tag
   using Failure = std::function<std::exception_ptr(int name)>;
 
-  static void run(Slot& slot);
+  void run(Slot& slot) const;
   std::string mismatch(const Slot& slot, int rank) const;
   void die(std::unique_lock<std::mutex> lock, const Failure& failure);
 

@@ -23,7 +23,7 @@ class LocalBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
     if (opts.rootRank < 0 || opts.rootRank >= size_) {
-      throw Error(rank_,
+      throw Error(hub_->name(rank_),
                   "broadcast from rank " + std::to_string(opts.rootRank) + " in a group of " + std::to_string(size_));
     }
     return start({.op = OpType::BROADCAST, .root = opts.rootRank, .inputs = {check_.one(tensors)}});
@@ -88,7 +88,8 @@ class LocalBackend final : public c10d::Backend {
 
   int peer(int rank) const {
     if (rank >= 0 && rank < size_) return rank;
-    throw Error(rank_, "a message to or from rank " + std::to_string(rank) + " in a group of " + std::to_string(size_));
+    throw Error(hub_->name(rank_),
+                "a message to or from rank " + std::to_string(rank) + " in a group of " + std::to_string(size_));
   }
 
   void same_parts(const std::vector<at::Tensor>& parts, const at::Tensor& shard) const {
@@ -96,11 +97,12 @@ class LocalBackend final : public c10d::Backend {
     for (const auto& part : parts) {
       same = same && part.numel() == shard.numel() && part.scalar_type() == shard.scalar_type();
     }
-    if (!same) throw Error(rank_, "expected " + std::to_string(size_) + " parts of the size and dtype of the shard");
+    if (!same)
+      throw Error(hub_->name(rank_), "expected " + std::to_string(size_) + " parts of the size and dtype of the shard");
   }
 
-  const arguments::Checker check_{"the local backend", rank_, size_};
-  std::shared_ptr<LocalHub> hub_;
+  const std::shared_ptr<LocalHub> hub_;
+  const arguments::Checker check_{"the local backend", hub_->name(rank_), size_};
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ class ShmBackend final : public c10d::Backend {
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    if (!options.device().is_cpu()) throw Error(rank_, "the shm backend has memory on the CPU only");
+    if (!options.device().is_cpu()) throw Error(ring_->me(), "the shm backend has memory on the CPU only");
     const at::Tensor shared = heap_->tensor(size, options);
     return shared.defined() ? shared : at::empty({size}, options);  // carried all the same, through copies
   }
@@ -39,7 +39,7 @@ class ShmBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override {
     if (opts.rootRank < 0 || opts.rootRank >= size_) {
-      throw Error(rank_,
+      throw Error(ring_->me(),
                   "broadcast from rank " + std::to_string(opts.rootRank) + " in a group of " + std::to_string(size_));
     }
     const at::Tensor tensor = check_.one(tensors);
@@ -69,8 +69,8 @@ class ShmBackend final : public c10d::Backend {
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override {
     if (output.scalar_type() != input.scalar_type()) {
-      throw Error(rank_, std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
-                             c10::toString(output.scalar_type()) + "; both must have one dtype");
+      throw Error(ring_->me(), std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
+                                   c10::toString(output.scalar_type()) + "; both must have one dtype");
     }
     return start({.verb = Verb::all_to_all,
                   .input = input,
@@ -96,9 +96,9 @@ class ShmBackend final : public c10d::Backend {
     return check_.reduction(op, tensor.scalar_type());
   }
 
-  const arguments::Checker check_{"the shm backend", rank_, size_};
   const std::shared_ptr<ShmHeap> heap_;
   const std::shared_ptr<ShmRing> ring_;
+  const arguments::Checker check_{"the shm backend", ring_->me(), size_};
   const std::chrono::milliseconds timeout_;
 };
 
@@ -110,8 +110,8 @@ std::shared_ptr<ShmHeap> heap_of(c10d::Backend& backend) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
-                                                   std::chrono::milliseconds timeout) {
-  auto ring = ShmRing::make(heap, store, serial);
+                                                   std::chrono::milliseconds timeout, Names names) {
+  auto ring = ShmRing::make(heap, store, serial, std::move(names));
   return c10::make_intrusive<ShmBackend>(std::move(heap), std::move(ring), timeout);
 }
 

@@ -105,13 +105,12 @@ std::string ShmHeap::make_own() {
 }
 
 // Maps the segment of another rank; returns why not, or nothing.
-std::string ShmHeap::attach(int other, const std::string& record) {
+std::string ShmHeap::attach(int other, const std::string& name, const std::string& record) {
   std::string where;
   int pid = 0;
   int fd = -1;
   int64_t bytes = 0;
   uint64_t token = 0;
-  const std::string name = "rank " + std::to_string(other);
   if (!(std::istringstream(record) >> where >> pid >> fd >> bytes >> token)) return name + " " + record;
   const std::string mine = machine_identity();
   if (where.substr(0, where.find('/')) != mine.substr(0, mine.find('/'))) return name + " runs on another machine";
@@ -138,7 +137,8 @@ std::string ShmHeap::attach(int other, const std::string& record) {
   return {};
 }
 
-std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, std::string& why_not) {
+std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, std::string& why_not,
+                                       const Names& names) {
   std::shared_ptr<ShmHeap> heap(new ShmHeap(rank, size));
   std::string record = why_no_sharing();
   if (record.empty()) record = heap->make_own();
@@ -148,11 +148,11 @@ std::shared_ptr<ShmHeap> ShmHeap::meet(c10d::Store& store, int rank, int size, s
   if (verdict.empty()) {
     const std::vector<std::string> records = read_all(store, record_key, size);
     for (int r = 0; r < size && verdict.empty(); ++r) {
-      if (r != rank) verdict = heap->attach(r, records[static_cast<size_t>(r)]);
+      if (r != rank) verdict = heap->attach(r, names.rank(r), records[static_cast<size_t>(r)]);
     }
   }
   why_not = first_objection(store, "shm/verdict", size,
-                            verdict.empty() ? "" : "as rank " + std::to_string(rank) + " sees it, " + verdict);
+                            verdict.empty() ? "" : "as " + names.rank(rank) + " sees it, " + verdict);
   return why_not.empty() ? heap : nullptr;
 }
 

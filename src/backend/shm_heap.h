@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "backend/names.h"
+
 namespace c10d {
 class Store;
 }
@@ -31,8 +33,10 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
     int64_t bytes = 0;
   };
 
-  // Collective. Either every rank gets a heap, or none does, and `why_not` says which rank cannot share with which.
-  static std::shared_ptr<ShmHeap> meet(c10d::Store& store, int rank, int size, std::string& why_not);
+  // Collective. Either every rank gets a heap, or none does, and `why_not` says which rank cannot share with which, by their
+  // `names`.
+  static std::shared_ptr<ShmHeap> meet(c10d::Store& store, int rank, int size, std::string& why_not,
+                                       const Names& names = {});
   ~ShmHeap();
 
   int rank() const { return rank_; }
@@ -111,7 +115,7 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
 
   ShmHeap(int rank, int size);
   std::string make_own();
-  std::string attach(int other, const std::string& record);
+  std::string attach(int other, const std::string& name, const std::string& record);
   Header& header(int rank) const { return *reinterpret_cast<Header*>(segments_[rank]->base); }
   static bool doze(std::atomic<uint32_t>& bell, uint32_t heard, std::chrono::nanoseconds limit);
   Readers& readers(int rank, int64_t window) const;

@@ -66,17 +66,17 @@ bool ShmRing::of_one_mind(uint64_t number) const {
 // What two ranks disagree in; every rank finds the same two.
 std::string ShmRing::mismatch(uint64_t number) const {
   const Slot& first = slot(0, number);
-  const auto say = [this](const Slot& s) { return describe(s.verb, s.reduction, first_ + s.root, s.numel, s.dtype); };
+  const auto say = [this](const Slot& s) { return describe(s.verb, s.reduction, names_[s.root], s.numel, s.dtype); };
   for (int r = 0; r < size_; ++r) {
     const Slot& its = slot(r, number);
     const bool sizes = its.verb == Verb::all_to_all ||
                        (its.numel == first.numel && its.begin == first.begin && its.count == first.count);
     if (its.verb != first.verb || its.reduction != first.reduction || its.root != first.root ||
         its.reader != first.reader || its.dtype != first.dtype || !sizes) {
-      return name(0) + " called " + say(first) + " where " + name(r) + " called " + say(its) +
+      return names_.rank(0) + " called " + say(first) + " where " + names_.rank(r) + " called " + say(its) +
              "; every rank must call the same collectives in the same order";
     }
-    if (!well_formed(r, its)) return name(r) + " called " + say(its) + " outside its memory";
+    if (!well_formed(r, its)) return names_.rank(r) + " called " + say(its) + " outside its memory";
   }
   return {};
 }
@@ -146,8 +146,8 @@ void ShmRing::exchange_parts(const ShmCall& call, uint64_t number) {
       const int64_t sent = splits(from, to);
       const int64_t expected = splits(to, size_ + from);
       if (sent == expected) continue;
-      throw Error(rank_, "all_to_all: rank " + std::to_string(from) + " sends " + std::to_string(sent) +
-                             " elements to rank " + std::to_string(to) + ", which expects " + std::to_string(expected));
+      throw Error(me(), "all_to_all: " + names_.rank(from) + " sends " + std::to_string(sent) + " elements to " +
+                            names_.rank(to) + ", which expects " + std::to_string(expected));
     }
   }
   const int64_t item = call.input.element_size();

@@ -14,12 +14,13 @@
 
 namespace plumb {
 
-ShmRing::ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, int first)
-    : heap_(std::move(heap)), serial_(serial), rank_(heap_->rank()), size_(heap_->size()), first_(first),
-      arrived_seen_(size_), retired_seen_(size_) {}
+ShmRing::ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, Names names, int first)
+    : heap_(std::move(heap)), serial_(serial), rank_(heap_->rank()), size_(heap_->size()), names_(std::move(names)),
+      first_(first), arrived_seen_(size_), retired_seen_(size_) {}
 
-std::shared_ptr<ShmRing> ShmRing::make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial, int first) {
-  std::shared_ptr<ShmRing> ring(new ShmRing(std::move(heap), serial, first));
+std::shared_ptr<ShmRing> ShmRing::make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial, Names names,
+                                       int first) {
+  std::shared_ptr<ShmRing> ring(new ShmRing(std::move(heap), serial, std::move(names), first));
   ring->own_ = ring->heap_->allocate(sizeof(Mailbox));
   const std::string key = "mailbox/" + std::to_string(serial) + "/";
   store.set(key + std::to_string(ring->rank_), std::to_string(ring->own_.offset));
@@ -27,9 +28,8 @@ std::shared_ptr<ShmRing> ShmRing::make(std::shared_ptr<ShmHeap> heap, c10d::Stor
   for (int r = 0; r < ring->size_; ++r) {
     const int64_t offset = std::stoll(offsets[static_cast<size_t>(r)]);
     if (!ring->heap_->within(r, offset, sizeof(Mailbox))) {
-      throw Error(ring->first_ + ring->rank_, ring->name(r) + " has no shared memory left for a group of " +
-                                                  std::to_string(sizeof(Mailbox)) +
-                                                  " bytes; free memory on this machine");
+      throw Error(ring->me(), ring->names_.rank(r) + " has no shared memory left for a group of " +
+                                  std::to_string(sizeof(Mailbox)) + " bytes; free memory on this machine");
     }
     ring->mailboxes_.push_back(reinterpret_cast<Mailbox*>(ring->heap_->at(r, offset)));  // zeroed pages
   }
@@ -180,8 +180,8 @@ void ShmRing::fill(Piece& piece, Slot& slot) {
   if (copied > payload) {
     piece.staged = heap_->borrow(copied);
     if (piece.staged.offset < 0) {
-      throw Error(first_ + rank_, "no shared memory is left for a copy of " + std::to_string(copied) + " bytes in " +
-                                      name_of(call.verb) + "; free memory on this machine, or join by backend 'gloo'");
+      throw Error(me(), "no shared memory is left for a copy of " + std::to_string(copied) + " bytes in " +
+                            name_of(call.verb) + "; free memory on this machine, or join by backend 'gloo'");
     }
     staged_ += piece.staged.bytes;
     copy = heap_->at(rank_, piece.staged.offset);
@@ -205,7 +205,7 @@ bool ShmRing::work() {
   while (worked_ < published_ && all_arrived(worked_)) {
     Piece& piece = pieces_[worked_ - released_];
     if (!of_one_mind(worked_)) break;  // nobody goes on; the watch tells who is where
-    if (const std::string text = mismatch(worked_); !text.empty()) throw Error(first_ + rank_, text);
+    if (const std::string text = mismatch(worked_); !text.empty()) throw Error(me(), text);
     if (piece.units > 0) {
       do_units(piece, worked_);
     } else {
@@ -272,8 +272,7 @@ void ShmRing::fail(std::exception_ptr failure) {
 void ShmRing::close() {
   std::lock_guard lock(mutex_);
   advance_locked();
-  if (!failure_)
-    fail(std::make_exception_ptr(Error(first_ + rank_, "the group was closed before this collective ended")));
+  if (!failure_) fail(std::make_exception_ptr(Error(me(), "the group was closed before this collective ended")));
   std::vector<ShmHeap::Block> blocks{own_};
   for (const Piece& piece : pieces_) {
     if (piece.staged.offset >= 0) blocks.push_back(piece.staged);
@@ -305,7 +304,7 @@ std::string ShmRing::missing(uint64_t number) {
   for (int r = 0; r < size_; ++r) {
     std::string& list = mailboxes_[r]->arrived.load() <= number ? late : working;
     if (r != rank_ && mailboxes_[r]->retired.load() <= number) {
-      list += (list.empty() ? "" : ", ") + name(r);
+      list += (list.empty() ? "" : ", ") + names_.rank(r);
     }
   }
   return !late.empty() ? late + ", which did not come" : working + ", which came, but did not do its part";

@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/names.h"
 #include "backend/shm_heap.h"
 #include "backend/sum.h"
 #include "backend/verb.h"
@@ -50,10 +51,10 @@ class ShmWork;
 
 class ShmRing : public std::enable_shared_from_this<ShmRing> {
  public:
-  // Collective: the mailboxes are made known through `store`. `serial`: the number of the group in its world. `first`: what
-  // errors call rank 0, and those after it.
+  // Collective: the mailboxes are made known through `store`. `serial`: the number of the group in its world. `names`: of its
+  // ranks in errors. `first`: the number of its rank 0 in the group that is told which ranks have ended.
   static std::shared_ptr<ShmRing> make(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
-                                       int first = 0);
+                                       Names names = {}, int first = 0);
 
   c10::intrusive_ptr<c10d::Work> issue(ShmCall call, std::chrono::milliseconds timeout);
   // Does what can be done without waiting.
@@ -62,6 +63,8 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   void close();
 
   ShmHeap& heap() const { return *heap_; }
+  // What errors call this rank.
+  int me() const { return names_[rank_]; }
 
  private:
   friend class ShmWork;
@@ -112,7 +115,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   };
   enum : int64_t { piece_bytes = 4 << 20, unit_bytes = 64 << 10, small_bytes = 16 << 10, staged_limit = 32 << 20 };
 
-  ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, int first);
+  ShmRing(std::shared_ptr<ShmHeap> heap, int64_t serial, Names names, int first);
   bool publish();
   bool work();
   bool retire();
@@ -137,7 +140,6 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
 
   // For a wait for piece `number` in which nothing happened for a while: fails if a rank has ended that it needs.
   void look_for_the_dead(uint64_t number);
-  std::string name(int rank) const { return "rank " + std::to_string(first_ + rank); }
   // Who is waited for, as the end of a sentence.
   std::string missing(uint64_t number);
 
@@ -145,6 +147,7 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
   const int64_t serial_;
   const int rank_;
   const int size_;
+  const Names names_;
   const int first_;
   ShmHeap::Block own_;
   std::vector<Mailbox*> mailboxes_;
@@ -166,6 +169,6 @@ class ShmRing : public std::enable_shared_from_this<ShmRing> {
 std::shared_ptr<ShmHeap> heap_of(c10d::Backend& backend);
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(std::shared_ptr<ShmHeap> heap, c10d::Store& store, int64_t serial,
-                                                   std::chrono::milliseconds timeout);
+                                                   std::chrono::milliseconds timeout, Names names = {});
 
 }  // namespace plumb

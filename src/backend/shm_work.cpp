@@ -59,8 +59,8 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
     }
     const auto left = end - Clock::now();
     if (left <= left.zero()) {
-      throw Error(rank_, "waited " + std::to_string(limit.count()) + " ms in " + name_of(verb_) + " for " +
-                             ring_->missing(last_));
+      throw Error(ring_->me(), "waited " + std::to_string(limit.count()) + " ms in " + name_of(verb_) + " for " +
+                                   ring_->missing(last_));
     }
     if (!heap.sleep(std::min<std::chrono::nanoseconds>(left, slice), ready)) ring_->look_for_the_dead(last_);
   }

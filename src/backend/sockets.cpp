@@ -101,8 +101,9 @@ struct Sockets::Guest {
   size_t got = 0;
 };
 
-Sockets::Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address)
-    : store_(std::move(store)), rank_(rank), size_(size), lines_(static_cast<size_t>(size) * kLanes) {
+Sockets::Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address, Names names)
+    : store_(std::move(store)), rank_(rank), size_(size), names_(std::move(names)),
+      lines_(static_cast<size_t>(size) * kLanes) {
   const Address mine = address_of(address, 0);
   // What throws here has no destructor.
   auto undo = c10::make_scope_exit([this] {
@@ -366,7 +367,7 @@ void Sockets::fail(Line& line, const std::string& why, Cause cause) {
   line.armed = 0;
   for (auto* list : {&line.sends, &line.receives}) {
     for (const Ref& one : *list) {
-      one->failure = "rank " + std::to_string(line.peer) + " " + why;
+      one->failure = names_.rank(line.peer) + " " + why;
       one->contradicted = cause == Cause::contradiction;
       one->ended.store(true, std::memory_order_release);
     }

@@ -20,12 +20,14 @@
 #include <string>
 #include <vector>
 
+#include "backend/names.h"
+
 namespace plumb {
 
 class Sockets {
  public:
-  // Listens at `address`, and tells the others where by `store`.
-  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address);
+  // Listens at `address`, and tells the others where by `store`. `names`: of the ranks in what it says of failures.
+  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address, Names names);
   ~Sockets();
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;
@@ -62,6 +64,8 @@ class Sockets {
   // Of a message that is not the one this rank expects next: why both fail, or nothing, and both wait.
   std::function<std::string(const Transfer& expected, const Head& came)> contradiction;
 
+  const Names& names() const { return names_; }
+
   // Moves everything that can be moved now.
   void move();
   // Ends every transfer, and all later ones, with `why`.
@@ -93,6 +97,7 @@ class Sockets {
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;
+  const Names names_;
   uint64_t secret_ = 0;  // whoever knows it has read it in the store
   int listener_ = -1;
   int alarm_ = -1;

@@ -28,8 +28,9 @@ constexpr int64_t kSlice = 2 << 20;  // bytes that are summed, and sent on, whil
 class TcpBackend final : public c10d::Backend {
  public:
   TcpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& address,
-             std::chrono::microseconds patience)
-      : Backend(rank, size), calls_(std::make_shared<TcpCalls>(store, rank, size, address, patience)) {}
+             std::chrono::microseconds patience, Names names)
+      : Backend(rank, size),
+        calls_(std::make_shared<TcpCalls>(store, rank, size, address, patience, std::move(names))) {}
   ~TcpBackend() override { calls_->leave(); }
 
   const std::string getBackendName() const override { return "tcp"; }
@@ -58,8 +59,8 @@ class TcpBackend final : public c10d::Backend {
   void exchange(TcpCall& call, uint64_t label, const Spans& from, const Spans& into);
   int peer(int rank) const;
 
-  const arguments::Checker check_{"the tcp backend", rank_, size_};
   const std::shared_ptr<TcpCalls> calls_;
+  const arguments::Checker check_{"the tcp backend", calls_->me(), size_};
 };
 
 // ---- collectives
@@ -87,8 +88,8 @@ c10::intrusive_ptr<Work> TcpBackend::alltoall_base(at::Tensor& output, at::Tenso
   check_.contiguous_on_cpu(input);
   check_.contiguous_on_cpu(output);
   if (output.scalar_type() != input.scalar_type()) {
-    throw Error(rank_, std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
-                           c10::toString(output.scalar_type()) + "; both must have one dtype");
+    throw Error(calls_->me(), std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
+                                  c10::toString(output.scalar_type()) + "; both must have one dtype");
   }
   const auto places = [](const at::Tensor& tensor, const std::vector<int64_t>& elements) {
     std::vector<Sockets::Span> all;
@@ -103,8 +104,9 @@ c10::intrusive_ptr<Work> TcpBackend::alltoall_base(at::Tensor& output, at::Tenso
   const auto from = places(input, check_.in_elements(input, input_splits));
   const auto into = places(output, check_.in_elements(output, output_splits));
   if (const size_t sent = from[rank_].bytes, expected = into[rank_].bytes; sent != expected) {
-    throw Error(rank_, "all_to_all: this rank sends " + std::to_string(sent / input.element_size()) +
-                           " elements to itself, and expects " + std::to_string(expected / input.element_size()));
+    throw Error(calls_->me(), "all_to_all: this rank sends " + std::to_string(sent / input.element_size()) +
+                                  " elements to itself, and expects " +
+                                  std::to_string(expected / input.element_size()));
   }
   const auto entered = calls_->lock();
   const auto [call, label] = calls_->begin(Verb::all_to_all);
@@ -308,14 +310,16 @@ Lane TcpBackend::lane_of(int tag) {
 
 int TcpBackend::peer(int rank) const {
   if (rank >= 0 && rank < size_) return rank;
-  throw Error(rank_, "a message to or from rank " + std::to_string(rank) + " in a group of " + std::to_string(size_));
+  throw Error(calls_->me(),
+              "a message to or from rank " + std::to_string(rank) + " in a group of " + std::to_string(size_));
 }
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_tcp_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                   const std::string& address, std::chrono::microseconds patience) {
-  return c10::make_intrusive<TcpBackend>(store, rank, size, address, patience);
+                                                   const std::string& address, std::chrono::microseconds patience,
+                                                   Names names) {
+  return c10::make_intrusive<TcpBackend>(store, rank, size, address, patience, std::move(names));
 }
 
 }  // namespace plumb

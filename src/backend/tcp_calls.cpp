@@ -44,7 +44,7 @@ std::string contradiction(const Sockets::Transfer& expected, const Sockets::Head
 // ---- one call
 
 bool TcpCall::came(std::vector<Sockets::Ref>& refs) const {
-  std::erase_if(refs, [rank = rank_](const Sockets::Ref& ref) {
+  std::erase_if(refs, [rank = calls_->me()](const Sockets::Ref& ref) {
     if (!ref->ended.load(std::memory_order_acquire)) return false;
     if (ref->failure.empty()) return true;
     if (ref->contradicted) throw Error(rank, ref->failure);
@@ -98,8 +98,8 @@ bool TcpCall::wait(milliseconds timeout) {
 // ---- all of them
 
 TcpCalls::TcpCalls(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& address,
-                   std::chrono::microseconds patience)
-    : rank_(rank), patience_(patience), process_(::getpid()), sockets_(store, rank, size, address) {
+                   std::chrono::microseconds patience, Names names)
+    : rank_(rank), patience_(patience), process_(::getpid()), sockets_(store, rank, size, address, std::move(names)) {
   sockets_.contradiction = contradiction;
 }
 

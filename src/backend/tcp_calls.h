@@ -60,7 +60,7 @@ class TcpCalls : public std::enable_shared_from_this<TcpCalls> {
   using Call = c10::intrusive_ptr<TcpCall>;
 
   TcpCalls(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& address,
-           std::chrono::microseconds patience);
+           std::chrono::microseconds patience, Names names);
   ~TcpCalls();
   TcpCalls(const TcpCalls&) = delete;
   TcpCalls& operator=(const TcpCalls&) = delete;
@@ -68,6 +68,8 @@ class TcpCalls : public std::enable_shared_from_this<TcpCalls> {
   // What follows, until close(), is for who holds this.
   std::unique_lock<std::mutex> lock() { return std::unique_lock(mutex_); }
   Sockets& sockets() { return sockets_; }
+  // What errors call this rank.
+  int me() const { return sockets_.names()[rank_]; }
   // A call that is waited for soon: a message between two ranks.
   Call begin(c10d::OpType type);
   // The next collective, and the label of its messages.

@@ -247,6 +247,7 @@ void Watch::explain(const std::exception_ptr& thrown, const Where& where, const 
       const auto& [report, changed] = (*heard)[r];
       if (report.state == Report::State::failed) follow(r, report, where);
       if (report.state == Report::State::left) {
+        if (!needs(ticket, r)) continue;
         raise("rank " + std::to_string(r) + " left the world while this rank was in " + describe(where) +
                   "; every rank must take the same steps before its program ends [" + text + "]",
               where);
@@ -318,10 +319,11 @@ void Watch::time_out(const Where& where, const Ticket& ticket, Clock::duration w
     missing += ": it " + describe(report);
   }
   for (int r = 0; r < size_ && missing.empty() && channel_->beats(); ++r) {
-    const auto silent = Clock::now() - (*heard)[r].changed;
-    if (r == rank_ || silent < silence) continue;
+    const auto& [report, changed] = (*heard)[r];
+    const auto silent = Clock::now() - changed;
+    if (r == rank_ || silent < silence || report.state == Report::State::left || !needs(ticket, r)) continue;
     missing = "rank " + std::to_string(r) + " came, and was last heard of " + seconds(silent) +
-              " ago: it is stopped or hangs" + last_seen((*heard)[r].report);
+              " ago: it is stopped or hangs" + last_seen(report);
   }
   if (missing.empty())
     missing =

@@ -29,8 +29,9 @@ std::function<std::shared_ptr<ShmHeap>()> meeting(const c10::intrusive_ptr<c10d:
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> Carriers::sockets(const Keys& keys, const char* what, int rank, int size) const {
-  return make_tcp_backend(under(what, keys), rank, size, address, patience);
+c10::intrusive_ptr<c10d::Backend> Carriers::sockets(const Keys& keys, const char* what, int rank, int size,
+                                                    const Names& names) const {
+  return make_tcp_backend(under(what, keys), rank, size, address, patience, names);
 }
 
 HierarchyOptions Carriers::steps(const Tiers& tiers, int rank, c10::intrusive_ptr<c10d::Backend> flat,
@@ -82,6 +83,7 @@ std::shared_ptr<Group::Impl> Carriers::part(const std::string& name, const std::
                                             int index) const {
   const Keys keys = under("parts/" + name, store);
   const int size = static_cast<int>(members.size());
+  const Names names(members);
   const bool data = index == data_index;
   const bool asked_for = backend == "gloo" || backend == "tcp" || backend == "nccl";  // to carry gradients
   if (backend == "nccl" && data) {
@@ -89,16 +91,16 @@ std::shared_ptr<Group::Impl> Carriers::part(const std::string& name, const std::
   }
   if (heap && machines.together(members) && !(data && asked_for)) {
     std::string cannot;
-    auto own = ShmHeap::meet(*keys, rank, size, cannot);
+    auto own = ShmHeap::meet(*keys, rank, size, cannot, names);
     if (!own) throw Error(place.rank, "the ranks of one axis cannot share memory: " + cannot);
-    return make_group(make_shm_backend(std::move(own), *keys, 0, timeout), watch, index, name, members);
+    return make_group(make_shm_backend(std::move(own), *keys, 0, timeout, names), watch, index, name, members);
   }
   if (backend == "gloo" && data) {
     auto group = make_group(make_gloo(keys, rank, size, timeout, address, 1)[0], watch, index, name, members);
     group->meet = meeting(keys, rank, size);
     return group;
   }
-  const auto flat = sockets(keys, "tcp", rank, size);
+  const auto flat = sockets(keys, "tcp", rank, size, names);
   const auto tiers = backend == "shm+tcp" ? machines.tiers(members) : std::nullopt;
   if (!tiers) {
     auto group = make_group(flat, watch, index, name, members);
@@ -106,11 +108,13 @@ std::shared_ptr<Group::Impl> Carriers::part(const std::string& name, const std::
     return group;
   }
   HierarchyOptions options = steps(*tiers, rank, flat, data ? Cargo::data : Cargo::gather);
+  options.names = names;
   const int machine = tiers->machine_of(rank);
   if (tiers->ranks_on(machine) > 1) {
     std::string cannot;
     const Keys own = under("machine " + std::to_string(machine), keys);
-    options.heap = ShmHeap::meet(*own, rank - tiers->first[machine], tiers->ranks_on(machine), cannot);
+    const int first = tiers->first[machine], ranks = tiers->ranks_on(machine);
+    options.heap = ShmHeap::meet(*own, rank - first, ranks, cannot, names.part(first, ranks));
     if (!options.heap) throw Error(place.rank, "the ranks of one machine cannot share memory: " + cannot);
   }
   auto hierarchy = make_hierarchy(under("tiers", keys), std::move(options));

@@ -36,7 +36,8 @@ class Carriers {
 
  private:
   using Keys = c10::intrusive_ptr<c10d::Store>;
-  c10::intrusive_ptr<c10d::Backend> sockets(const Keys& keys, const char* what, int rank, int size) const;
+  c10::intrusive_ptr<c10d::Backend> sockets(const Keys& keys, const char* what, int rank, int size,
+                                            const Names& names = {}) const;
   HierarchyOptions steps(const Tiers& tiers, int rank, c10::intrusive_ptr<c10d::Backend> flat, Cargo cargo) const;
 };
 

@@ -18,7 +18,7 @@ namespace plumb {
 
 void check_contiguous(const Group::Impl& group, const char* verb, const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return;
-  throw Error(group.rank, std::string(verb) + " takes contiguous tensors; this one has sizes " +
+  throw Error(group.me(), std::string(verb) + " takes contiguous tensors; this one has sizes " +
                               c10::str(tensor.sizes()) + " and strides " + c10::str(tensor.strides()) +
                               "; pass tensor.contiguous()");
 }
@@ -27,7 +27,7 @@ void check_parts(const Group::Impl& group, const char* verb, const at::Tensor& f
   check_contiguous(group, verb, full);
   check_contiguous(group, verb, shard);
   if (full.numel() == shard.numel() * group.size && full.scalar_type() == shard.scalar_type()) return;
-  throw Error(group.rank, std::string(verb) + ": a full tensor of " + std::to_string(full.numel()) + " " +
+  throw Error(group.me(), std::string(verb) + ": a full tensor of " + std::to_string(full.numel()) + " " +
                               c10::toString(full.scalar_type()) + " does not hold " + std::to_string(group.size) +
                               " shards of " + std::to_string(shard.numel()) + " " + c10::toString(shard.scalar_type()) +
                               "; pad the shards to one size");
@@ -317,7 +317,8 @@ Pending Group::all_gather(at::Tensor full, at::Tensor shard) {
 Pending Group::broadcast(at::Tensor tensor, int root) {
   check_contiguous(*impl_, "broadcast", tensor);
   if (root < 0 || root >= size()) {
-    throw Error(rank(), "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size()));
+    throw Error(impl_->me(),
+                "broadcast from rank " + std::to_string(root) + " in a group of " + std::to_string(size()));
   }
   if (size() == 1 || tensor.numel() == 0) return {};
   std::vector<at::Tensor> cargo{as_cargo(*impl_, tensor)};

@@ -44,6 +44,7 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   // Whose collectives these are, by number and by rank of the world; null: all ranks.
   int64_t circle = 0;
   std::shared_ptr<const std::vector<int>> members;
+  int me() const { return members ? (*members)[static_cast<size_t>(rank)] : rank; }  // in the world
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
 

@@ -39,9 +39,9 @@ TEST(Watch, NamesWhoDidNotComeOfThoseItWaitsFor) {
   Scene stopped;
   stopped.beats = true;
   stopped.came(3);
-  stopped.heard[3].changed = Clock::now() - seconds(3600);
-  EXPECT_THAT(stopped.waiting(axis),
-              AllOf(HasSubstr("rank 3 came, and was last heard of 36"), Not(HasSubstr("did not come"))));
+  for (const int r : {0, 3}) stopped.heard[r].changed = Clock::now() - seconds(3600);
+  EXPECT_THAT(stopped.waiting(axis), AllOf(HasSubstr("rank 3 came, and was last heard of 36"),
+                                           Not(HasSubstr("did not come")), Not(HasSubstr("rank 0"))));
 }
 
 TEST(Watch, SaysWhenAMissingRankWasLastHeardOf) {
@@ -79,6 +79,12 @@ TEST(Watch, WhereEverybodyCameNamesTheSilentOrTheNetwork) {
   hangs.of(2).last = {Point::reduce, 5, 2, 3};
   EXPECT_THAT(hangs.waiting(), AllOf(HasSubstr("rank 2 came, and was last heard of 36"),
                                      HasSubstr("it is stopped or hangs, last seen reducing bucket 3")));
+  Scene ended;  // who has left after its part is silent for good
+  ended.beats = true;
+  ended.heard = hangs.heard;
+  ended.heard[0] = ended.heard[2];
+  ended.of(0).state = Report::State::left;
+  EXPECT_THAT(ended.waiting(), AllOf(HasSubstr("rank 2 came, and was last heard of"), Not(HasSubstr("rank 0 came"))));
   hangs.of(3).state = Report::State::waiting;  // as this one does: that is no reason to blame the network
   hangs.of(3).where = kBackward;
   Scene both;
@@ -310,6 +316,10 @@ TEST(Watch, ALostConnectionIsFollowedToWhoeverIsSilentFailedOrLeft) {
   Scene left;
   left.of(3).state = Report::State::left;
   EXPECT_THAT(explained(left.watch, lost),
+              HasSubstr("rank 3 left the world while this rank was in the set-up (a reduction)"));
+  Scene axis;  // who is no part of it has broken none of its connections
+  axis.of(0).state = axis.of(3).state = Report::State::left;
+  EXPECT_THAT(explained(axis.watch, lost, {.members = std::make_shared<const std::vector<int>>(std::vector{1, 3})}),
               HasSubstr("rank 3 left the world while this rank was in the set-up (a reduction)"));
   Scene late;
   late.came(0);

@@ -9,6 +9,8 @@
 
 #include <cstdlib>
 #include <mutex>
+#include <regex>
+#include <set>
 
 #include "backend/machines.h"
 #include "plumb/error.h"
@@ -252,6 +254,100 @@ TEST(Told, ShapesAndDtypesAsTheProgramKnowsThem) {
   });
   for (const std::string& text : thrown) {
     EXPECT_THAT(text, HasSubstr("rank 0 called all_gather of 2 Float where rank 1 called all_gather of 3 Float"));
+  }
+}
+
+// The numbers of all "rank N" in a text.
+std::set<int> ranks_named(const std::string& text) {
+  std::set<int> found;
+  const std::regex named("rank (\\d+)");
+  for (std::sregex_iterator at(text.begin(), text.end(), named); at != std::sregex_iterator(); ++at) {
+    found.insert(std::stoi((*at)[1]));
+  }
+  return found;
+}
+
+// Whoever talks along an axis of the mesh is known by his number in the world, whatever goes wrong there and whoever sees it.
+TEST(Told, TheRanksOfAnAxisAsTheWorldNumbersThem) {
+  struct Row {
+    std::string backend, machines;
+    Mesh mesh;
+  };
+  using Call = std::function<void(Group & group, bool last)>;
+  const std::pair<std::string, Call> wrongs[] = {
+      {"sizes that differ", [](Group& group, bool last) { group.all_reduce(at::ones({last ? 3 : 2})).wait(here); }},
+      {"large sizes that differ",
+       [](Group& group, bool last) { group.all_reduce(at::ones({last ? 3'000'000 : 2'000'000})).wait(here); }},
+      {"verbs that differ",
+       [](Group& group, bool last) {
+         const at::Tensor mine = at::ones({4}), all = at::ones({4 * group.size()});
+         (last ? group.all_gather(all, mine) : group.reduce_scatter(mine, all)).wait(here);
+       }},
+      {"roots that differ",
+       [](Group& group, bool last) {
+         at::Tensor mine = at::ones({4});
+         group.broadcast(mine, last ? 0 : 1).wait(here);
+       }},
+      {"a tensor with gaps", [](Group& group, bool) { group.all_reduce(at::ones({2, 3}).t()).wait(here); }},
+      {"parts that do not fit", [](Group& group, bool) { group.all_gather(at::ones({5}), at::ones({3})).wait(here); }},
+      {"a root that is none", [](Group& group, bool) { group.broadcast(at::ones({5}), group.size()).wait(here); }},
+      {"an exception",
+       [](Group& group, bool last) {
+         if (last) throw std::runtime_error("enough");
+         group.all_reduce(at::ones({2})).wait(here);
+       }},
+      {"a rank that leaves",
+       [](Group& group, bool last) {
+         if (!last) group.all_reduce(at::ones({2})).wait(here);
+       }},
+  };
+  for (const Row& row : {Row{"shm", "", {2, 2}}, {"tcp", "", {2, 2}}, {"", "2", {3, 2}}, {"local", "", {2, 2}}}) {
+    const Variable machines("PLUMB_MACHINES", row.machines);
+    const int size = static_cast<int>(row.mesh.shard * row.mesh.replicate), shard = static_cast<int>(row.mesh.shard);
+    for (const bool along_shard : {true, false}) {
+      std::set<int> members;  // of the axis that the last rank is of
+      for (int r = 0; r < size; ++r) {
+        if (along_shard ? r / shard == size / shard - 1 : r % shard == shard - 1) members.insert(r);
+      }
+      for (const auto& [wrong, call] : wrongs) {
+        const bool quiet = wrong == "an exception" || wrong == "a rank that leaves";  // on the last
+        // Between machines, two that each expect the other's numbers both wait: nobody is told before the time-out.
+        if (wrong == "roots that differ" && row.backend != "shm" && row.backend != "local") continue;
+        if (quiet && (along_shard || row.backend == "shm")) continue;  // it takes seconds until somebody is asked
+        SCOPED_TRACE(row.backend + row.machines + (along_shard ? ", shard, " : ", replicate, ") + wrong);
+        std::vector<std::string> thrown(size);
+        const auto body = [&](const World& world) {
+          Groups groups = new_groups(world, row.mesh);
+          world.barrier();
+          if (!members.contains(world.rank())) return;
+          try {
+            call(along_shard ? groups.shard : groups.replicate, world.rank() == size - 1);
+          } catch (const Error& error) {
+            thrown[world.rank()] = error.what();
+            throw;
+          }
+        };
+        if (row.backend == "local") {
+          try {
+            run_local(size, body);
+          } catch (const std::exception&) {
+          }
+        } else {
+          joined(size, {.backend = row.backend}, body);
+        }
+        for (const int r : members) {
+          if (quiet && r == size - 1) continue;
+          EXPECT_THAT(thrown[r], StartsWith("plumb: rank " + std::to_string(r) + ": "));
+          if (wrong == "a root that is none") continue;  // which has a number in the axis alone
+          for (const int named : ranks_named(thrown[r])) {
+            EXPECT_TRUE(members.contains(named)) << named << " in: " << thrown[r];
+          }
+          if (quiet) {
+            EXPECT_TRUE(ranks_named(thrown[r]).contains(size - 1)) << thrown[r];
+          }
+        }
+      }
+    }
   }
 }
 
