@@ -27,7 +27,7 @@ namespace plumb {
 class Sockets {
  public:
   // Listens at `address`, and tells the others where by `store`. `names`: of the ranks in what it says of failures.
-  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address, Names names);
+  Sockets(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& address, Names names = {});
   ~Sockets();
   Sockets(const Sockets&) = delete;
   Sockets& operator=(const Sockets&) = delete;

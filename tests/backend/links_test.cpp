@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <future>
 #include <thread>
 
 #include "backend/support/local_ranks.h"
@@ -238,6 +239,60 @@ TEST_P(Scripts, OfARankThatFailedEndWithItsError) {
   EXPECT_THAT(outcome(work, milliseconds(20'000)), HasSubstr("rank 2 failed: rank 2: no file"));
   EXPECT_TRUE(work->isCompleted());
   EXPECT_NE(work->exception(), nullptr);
+}
+
+// Waits until it is given up, as a message of gloo's whose sender never comes.
+struct Unanswered final : c10d::Work {
+  bool isCompleted() override { return false; }
+  bool wait(milliseconds) override {
+    waited.set_value();
+    given_up.get_future().wait();
+    throw std::runtime_error("it was given up");
+  }
+  void abort() override { given_up.set_value(); }
+  std::promise<void> waited, given_up;
+};
+
+class NeverAnswers final : public c10d::Backend {
+ public:
+  NeverAnswers() : c10d::Backend(0, 2) {}
+  const std::string getBackendName() const override { return "gloo"; }
+  Work send(std::vector<at::Tensor>&, int, int) override { return c10::make_intrusive<c10d::Work>(); }
+  Work recv(std::vector<at::Tensor>&, int, int) override { return message; }
+  c10::intrusive_ptr<Unanswered> message = c10::make_intrusive<Unanswered>();
+};
+
+// A thread waits where messages cannot be asked: it is woken from the one that never comes, and what waits behind it ends.
+TEST(LinksOf, AGroupThatEndsWaitForNoMessageOfAnybody) {
+  for (const int behind : {0, 3}) {
+    const auto backend = c10::make_intrusive<NeverAnswers>();
+    std::mutex issuing;
+    auto links = std::make_unique<Links>(backend, issuing, std::make_shared<Wire>(), Cargo::control);
+    const auto start = [&] {
+      return links->start(
+          [begun = false]() mutable -> Links::Round {
+            if (std::exchange(begun, true)) return {};
+            return {.sends = {}, .receives = {{1, at::zeros({1})}}};
+          },
+          7);
+    };
+    const Work first = start();
+    backend->message->waited.get_future().wait();
+    std::vector<c10::intrusive_ptr<Unanswered>> messages{backend->message};
+    std::vector<Work> works{first};
+    for (int i = 0; i < behind; ++i) {
+      messages.push_back(backend->message = c10::make_intrusive<Unanswered>());
+      works.push_back(start());
+    }
+    std::future<void> ended = std::async(std::launch::async, [&] { links.reset(); });
+    const bool alone = ended.wait_for(std::chrono::seconds(60)) == std::future_status::ready;
+    EXPECT_TRUE(alone);
+    for (const auto& message : messages) {
+      if (!alone) message->given_up.set_value();
+    }
+    ended.wait();
+    for (const Work& work : works) EXPECT_NE(work->exception(), nullptr);
+  }
 }
 
 }  // namespace

@@ -257,5 +257,23 @@ TEST(ShmHeap, MemoryThatOthersMayStillWriteToIsNotUsedAgain) {
   }));
 }
 
+// Two engines of one rank, each with a thread: what one lets go is freed once, and nobody else's.
+TEST(ShmHeap, WindowsOfSeveralThreadsAreEachTheirOwn) {
+  alone([](ShmHeap& heap, const ShmGroups&) {
+    const int64_t before = next_place(heap, page);
+    expect_all_well(on_threads(3, [&](int thread) {
+      for (int i = 0; i < 3'000; ++i) {
+        const at::Tensor one = heap.window(8, at::kLong), other = heap.window(8, at::kLong);
+        one.fill_(thread);
+        other.fill_(thread + 10);
+        if (!one.eq(thread).all().item<bool>() || !other.eq(thread + 10).all().item<bool>()) {
+          throw std::runtime_error("somebody else has the same window");
+        }
+      }
+    }));
+    EXPECT_EQ(next_place(heap, page), before) << "all of it is free again";
+  });
+}
+
 }  // namespace
 }  // namespace plumb::testing

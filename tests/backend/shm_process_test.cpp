@@ -146,6 +146,14 @@ TEST(ShmProcesses, NameAKilledRankWithinSeconds) {
   }
 }
 
+TEST(ShmProcesses, NameARankThatWasKilledAfterItCame) {
+  auto ranks = on_shm("rank 1 dies in a gather", 3);
+  for (const int r : {0, 2}) {
+    EXPECT_EQ(ranks[r].join(), 3) << ranks[r].output();
+    EXPECT_THAT(ranks[r].output(), HasSubstr("rank 1 is gone: its process was killed"));
+  }
+}
+
 TEST(ShmProcesses, NameAKilledRankZeroThoughTheStoreDiesWithIt) {
   auto ranks = on_shm("reduce for ever", 3);
   for (auto& rank : ranks) ASSERT_TRUE(rank.wait_for("READY")) << rank.output();

@@ -1,6 +1,9 @@
 // The delivery table: every row, for every module, weight shape, beta, dtype and device.
 #include "libtorch.h"
 
+#include <chrono>
+#include <future>
+
 #include "nn/delivery.h"
 #include "nn/support/fused.h"
 #include "plumb/error.h"
@@ -205,6 +208,45 @@ TEST(Registry, ForgetsASinkWithItsOwnerAndAParameterWithItself) {
     attach(weight, sink);
   }
   EXPECT_THROW(attach(weight * 2, sink), Error);
+}
+
+// One module that two threads walk backwards, while one of them makes up for what was put off: each contribution is made once.
+TEST(Delayed, WhatComesWhileOthersAreMadeWaitsForThem) {
+  struct Watched final : StepSink {
+    using StepSink::StepSink;
+    GradTarget open() override {
+      if (opened) std::exchange(opened, {})();
+      return StepSink::open();
+    }
+    void put_off() override {
+      StepSink::put_off();
+      if (outstanding > 1) coming.set_value();
+    }
+    std::function<void()> opened;
+    std::promise<void> coming;
+  };
+  const Subject subject({.kind = Kind::linear, .delayed = true});
+  const auto sink = std::make_shared<Watched>(at::zeros_like(subject.weights[0]));
+  attach(subject.weights[0], sink);
+  const auto wanted = subject.reference(subject.x, subject.dy);
+  subject.forward(subject.x).backward(subject.dy);
+  const at::Tensor x = subject.x.detach().clone(), y = subject.forward(x);
+  std::future<void> other;
+  bool between = false;
+  sink->opened = [&] {  // in the midst of the first
+    other = std::async(std::launch::async, [&] { y.backward(subject.dy); });
+    sink->coming.get_future().wait();
+    // In vain, but for who is not held back.
+    between = other.wait_for(std::chrono::milliseconds(200)) == std::future_status::ready;
+  };
+  subject.backward_dw();
+  other.get();
+  EXPECT_FALSE(between) << "the list of what was put off grew while it was worked off";
+  expect_close(sink->buffer, wanted[0], 5e-6);
+  EXPECT_EQ(sink->outstanding, 1);
+  subject.backward_dw();
+  expect_close(sink->buffer, wanted[0] * 2, 5e-6);
+  EXPECT_EQ(sink->outstanding, 0);
 }
 
 }  // namespace

@@ -86,6 +86,23 @@ TEST(Wire, ThatIsShapedArrivesLater) {
   EXPECT_LE(at_once, std::chrono::steady_clock::now());
 }
 
+// Whoever sends: the link is as long in use as all bytes together take.
+TEST(Wire, MessagesOfSeveralThreadsTakeTurns) {
+  setenv("PLUMB_SHAPE", "gbps=0.008", 1);  // a byte per microsecond
+  Wire wire;
+  unsetenv("PLUMB_SHAPE");
+  constexpr int64_t threads = 4, messages = 50'000, bytes = 1'000;
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<std::thread> all;
+  for (int64_t i = 0; i < threads; ++i) {
+    all.emplace_back([&] {
+      for (int64_t sent = 0; sent < messages; ++sent) (void)wire.arrival(1, bytes);
+    });
+  }
+  for (std::thread& one : all) one.join();
+  EXPECT_GE(wire.arrival(0, 0) - begin, std::chrono::microseconds(threads * messages * bytes));
+}
+
 TEST(Timeline, KeepsWhatHappensWhileItIsOn) {
   Timeline timeline;
   timeline.span("a", "before", {});

@@ -1,5 +1,8 @@
 // Worlds of real processes that share no memory: what works, and what is said when a rank dies, stops, leaves or goes astray.
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -30,6 +33,44 @@ TEST(Apart, EveryVerbIsCarriedBetweenProcesses) {
       auto ranks = apart("verbs", size, carrier);
       for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << rank.output();
     }
+  }
+}
+
+// The address of this machine that others would see; empty where it has none.
+std::string outer_address() {
+  const int fd = ::socket(AF_INET, SOCK_DGRAM, 0);
+  sockaddr_in there{}, mine{};
+  there.sin_family = AF_INET;
+  there.sin_port = htons(9);
+  ::inet_pton(AF_INET, "203.0.113.1", &there.sin_addr);
+  socklen_t length = sizeof mine;
+  char text[INET_ADDRSTRLEN] = "";
+  if (::connect(fd, reinterpret_cast<sockaddr*>(&there), sizeof there) == 0 &&
+      ::getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &length) == 0) {
+    ::inet_ntop(AF_INET, &mine.sin_addr, text, sizeof text);
+  }
+  ::close(fd);
+  return std::string(text).rfind("127.", 0) == 0 ? "" : text;
+}
+
+// Debian's /etc/hosts: some know the way to rank 0 by an address that others reach, some by one that leads to themselves alone.
+TEST(Apart, RanksMeetThoughSomeKnowTheirMachineByALoopbackAddress) {
+  const std::string outer = outer_address();
+  if (outer.empty()) GTEST_SKIP() << "this machine has no address but its own";
+  for (const unsigned loopback : {1U, 6U, 5U}) {
+    const std::string port = std::to_string(free_port());
+    std::vector<Process> ranks;
+    for (int r = 0; r < 3; ++r) {
+      ranks.emplace_back("verbs", Variables{{"RANK", std::to_string(r)},
+                                            {"WORLD_SIZE", "3"},
+                                            {"LOCAL_RANK", std::to_string(r)},
+                                            {"MASTER_ADDR", (loopback >> r & 1U) != 0 ? "127.0.0.1" : outer},
+                                            {"MASTER_PORT", port},
+                                            {"PLUMB_TEST_BACKEND", "tcp"},
+                                            {"PLUMB_TEST_TIMEOUT_MS", "20000"},
+                                            {"PLUMB_SHM", "0"}});
+    }
+    for (auto& rank : ranks) EXPECT_EQ(rank.join(), 0) << loopback << ": " << rank.output();
   }
 }
 

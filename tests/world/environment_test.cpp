@@ -111,6 +111,47 @@ TEST(Environment, ReadsEveryLauncher) {
   }
 }
 
+// A step of some nodes of a job: what is nearest to the ranks counts, whatever else is said.
+TEST(Environment, OfSeveralNodeListsTakesTheStepsFirst) {
+  const std::pair<const char*, const char*> lists[] = {
+      {"SLURM_STEP_NODELIST", "n[2-3]"}, {"SLURM_NODELIST", "n[4-9]"}, {"SLURM_JOB_NODELIST", "n1,n5"}};
+  const std::pair<const char*, const char*> counts[] = {
+      {"SLURM_STEP_NUM_NODES", "2"}, {"SLURM_NNODES", "1"}, {"SLURM_JOB_NUM_NODES", "1"}};
+  for (unsigned set = 0; set < 8; ++set) {
+    for (unsigned counted = 0; counted < 8; ++counted) {
+      Variables variables{{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}};
+      std::string expected = "127.0.0.1";
+      for (int i = 2; i >= 0; --i) {
+        if ((set >> i & 1U) == 0) continue;
+        variables.insert(lists[i]);
+        expected = i == 0 ? "n2" : i == 1 ? "n4" : "n1";
+      }
+      for (const unsigned i : {0U, 1U, 2U}) {
+        if ((counted >> i & 1U) != 0) variables.insert(counts[i]);
+      }
+      if ((counted & 1U) == 0 && counted != 0) expected = "127.0.0.1";  // one node
+      EXPECT_EQ(place_of(variables).host, expected) << "lists " << set << ", counts " << counted;
+    }
+  }
+}
+
+// Where no launcher says it: on one machine ranks are counted by it; machines that are told apart by name have one rank each.
+TEST(Environment, WithoutALocalRankItFollowsFromWhereRankZeroIs) {
+  const std::pair<const char*, const char*> launchers[] = {{"RANK", "WORLD_SIZE"},
+                                                           {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                                           {"PMI_RANK", "PMI_SIZE"},
+                                                           {"SLURM_PROCID", "SLURM_NTASKS"}};
+  for (const auto& [rank, size] : launchers) {
+    for (const char* host : {"localhost", "127.0.0.1", "127.0.1.1", "::1"}) {
+      EXPECT_EQ(place_of({{rank, "3"}, {size, "4"}, {"MASTER_ADDR", host}}).local_rank, 3) << rank << " at " << host;
+    }
+    EXPECT_EQ(place_of({{rank, "3"}, {size, "4"}}).local_rank, 3) << rank;
+    for (const char* host : {"n0", "10.0.0.7", "128.0.0.1", "fe80::1", "localhost.example"}) {
+      EXPECT_EQ(place_of({{rank, "3"}, {size, "4"}, {"MASTER_ADDR", host}}).local_rank, 0) << rank << " at " << host;
+    }
+  }
+}
+
 TEST(Environment, KnowsThatTorchrunServesTheStoreAndWhichAttemptItIs) {
   const Place place = place_of({{"RANK", "0"},
                                 {"WORLD_SIZE", "2"},

@@ -213,5 +213,29 @@ TEST(Groups, ThreadsReadWhatTheOthersShareInPlaceAndItOutlivesItsOwner) {
   }
 }
 
+// Whoever lets go as soon as he may, and takes memory of the same size for something else, changes nothing for the others.
+TEST(Groups, ThreadsThatLetGoAtOnceTakeNothingFromTheOthers) {
+  for (const int size : {2, 3}) {
+    run_local(size, [](World world) {
+      Group group = data_group(world);
+      for (int turn = 0; turn < 400; ++turn) {
+        const int leaver = turn % world.size();
+        Group::Shared shared = group.share(16, at::kFloat, here);
+        std::vector<at::Tensor> others;  // over storages that lie where the one was that is let go
+        if (world.rank() == leaver) {
+          shared.mine.fill_(7);
+          shared = {};
+          for (int i = 0; i < 8; ++i) others.push_back(at::full({16}, -1.0));
+        }
+        world.barrier();
+        if (world.rank() != leaver) {
+          EXPECT_TRUE(shared.everybody[leaver].eq(7).all().item<bool>()) << "turn " << turn;
+        }
+      }
+      world.barrier();
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb::testing

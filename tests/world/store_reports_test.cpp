@@ -114,6 +114,20 @@ TEST(StoreChannel, BeatsWhileItsProcessLivesAndSaysWhenOneWasHeardOf) {
   EXPECT_EQ(later[1].report.beat, last[1].report.beat);
 }
 
+// Whatever a rank publishes, and however often: who hears a lower number, or the same, takes it for dead.
+TEST(StoreChannel, ABeatNeverComesAgain) {
+  Two two;
+  for (int i = 0; i < 30; ++i) (void)two.channel[1]->read(seconds(20));  // each is a beat of its own
+  int64_t last = two.of(1).beat;
+  for (int i = 0; i < 8; ++i) {
+    two.channel[1]->publish(i % 2 == 0 ? waiting() : Report{});
+    (void)two.channel[1]->read(seconds(20));
+    const int64_t now = two.of(1).beat;
+    EXPECT_GT(now, last) << "after " << i + 1 << " reports";
+    last = now;
+  }
+}
+
 // As many as the server was really sent.
 TEST(StoreChannel, CountsItsMessages) {
   for (const bool contestable : {false, true}) {

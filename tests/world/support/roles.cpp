@@ -1,5 +1,6 @@
 // What the processes of the world tests do: each role is a small program.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -9,7 +10,9 @@
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <thread>
 
+#include "backend/shm_ring.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
 #include "slowness.h"
@@ -333,6 +336,17 @@ void act(const std::string& role) {
       for (;;) pause();
     }
     data_group(world).all_reduce(tensor).wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
+  }
+  if (role == "rank 1 dies in a gather") {
+    Group group = data_group(world);
+    constexpr int64_t each = 1 << 20;  // which the others read in place, until all have
+    const at::Tensor shard = group.allocate(each, at::kFloat).fill_(me), full = at::empty({each * world.size()});
+    // It comes first, and dies before there is anything to read: the others wait for who has come.
+    const auto heap = heap_of(*world.impl().data->backend);
+    while (me != 1 && heap->gone().empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    Pending gathered = group.all_gather(full, shard);
+    if (me == 1) raise(SIGKILL);
+    gathered.wait({.kind = Where::Kind::backward, .step = 7, .pass = 1});
   }
   if (role == "rank 1 throws") {
     if (me == 1) throw Failed{"the loader found no file"};
