@@ -186,8 +186,16 @@ std::string read_text(const std::string& path, uint64_t longest) {
   return text;
 }
 
-FolderLock::FolderLock(const std::string& folder) {
-  const std::string path = folder + "/.lock";
+FolderLock::FolderLock(const std::string& folder) : folder_(folder) { hold(); }
+
+// It may be removed between the two calls that take it. Some file systems never give one file one number.
+void FolderLock::hold() {
+  for (int tries = 3; tries > 0 && !is_there(); --tries) take();
+}
+
+void FolderLock::take() {
+  const std::string path = folder_ + "/.lock";
+  if (fd_ >= 0) close(std::exchange(fd_, -1));
   fd_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (fd_ < 0) fail("open", path, errno);
   while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
@@ -195,11 +203,17 @@ FolderLock::FolderLock(const std::string& folder) {
     const int error = errno;
     close(std::exchange(fd_, -1));
     if (error == EWOULDBLOCK) {
-      throw Error("another run writes checkpoints into '" + folder +
+      throw Error("another run writes checkpoints into '" + folder_ +
                   "', or another engine of this one; give each a folder of its own");
     }
     fail("lock", path, error);
   }
+}
+
+bool FolderLock::is_there() const {
+  struct stat mine{}, there{};
+  return fd_ >= 0 && fstat(fd_, &mine) == 0 && stat((folder_ + "/.lock").c_str(), &there) == 0 &&
+         mine.st_dev == there.st_dev && mine.st_ino == there.st_ino;
 }
 
 FolderLock::~FolderLock() {

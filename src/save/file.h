@@ -74,7 +74,15 @@ class FolderLock {
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;
 
+  // Takes the lock of the folder that is there now, where the one that was taken went with its folder; an Error where
+  // somebody has it.
+  void hold();
+
  private:
+  bool is_there() const;
+  void take();
+
+  std::string folder_;
   int fd_ = -1;
 };
 

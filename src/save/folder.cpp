@@ -113,7 +113,8 @@ Writer::Writer(const std::string& root) : root_(prepared(root)), lock_(root) {
 
 std::string Writer::begin() {
   if (!unfinished_.empty()) throw Error("a checkpoint is being written into '" + root_ + "' already");
-  make_folder(root_);  // it may have vanished
+  make_folder(root_);  // it may have vanished, and its lock with it
+  lock_.hold();
   std::erase_if(left_, [](const std::string& path) { return remove_folder(path).empty(); });
   int64_t number = 0;
   std::string path;

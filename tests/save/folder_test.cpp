@@ -162,5 +162,23 @@ TEST(Folder, ThatVanishedIsMadeAgainByTheNextCheckpoint) {
   EXPECT_EQ(checkpoints_in(root).size(), 2u);
 }
 
+// Its lock has gone with it: whoever makes it again has it alone, the first one or another.
+TEST(Folder, ThatVanishedBelongsToWhoeverWritesToItNext) {
+  Scratch scratch;
+  const std::string root = scratch.path("root");
+  const auto another = testing::HasSubstr("another run writes checkpoints into '" + root);
+  Writer writer(root);
+  std::filesystem::remove_all(root);
+  commit(writer, 1);
+  EXPECT_THAT(refused([&] { const Writer other(root); }), another);
+  std::filesystem::rename(root, scratch.path("elsewhere"));
+  {
+    Writer other(root);
+    EXPECT_THAT(refused([&] { writer.begin(); }), another);
+    commit(other, 2);
+  }
+  EXPECT_EQ(commit(writer, 3), root + "/save-00000002-step-3");
+}
+
 }  // namespace
 }  // namespace plumb::save
