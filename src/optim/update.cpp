@@ -42,12 +42,18 @@ Updater::Updater(int rank, Optimizer optimizer, const Options& options, const Na
     : rank_(rank), optimizer_(std::move(optimizer)), rates_(rank, optimizer_, options, parameters),
       master_weights_(options.master_weights) {}
 
+// Whether the flat tensors of that number are this bucket's: those of one that had it before buckets were made anew are not.
+bool Updater::is_home(const Bucket& bucket) const {
+  const auto index = static_cast<size_t>(bucket.index);
+  return index < flats_.size() && bucket.parameter.defined() && flats_[index].parameter.is_same(bucket.parameter);
+}
+
 // Moves the bucket's parameters into flat memory, with whatever state they had before in other buckets.
 Updater::Flats& Updater::flats_of(Bucket& bucket) {
   const auto index = static_cast<size_t>(bucket.index);
   if (flats_.size() <= index) flats_.resize(index + 1);
   Flats& flats = flats_[index];
-  if (bucket.parameter.defined() && flats.parameter.is_same(bucket.parameter)) return flats;
+  if (is_home(bucket)) return flats;
 
   const at::Tensor& like = bucket.sinks[0]->parameter;
   check(rank_, !capturing(like.device()),
@@ -146,11 +152,14 @@ void Updater::prepare(std::deque<Bucket>& buckets) {
 void Updater::bring_home(std::deque<Bucket>& buckets) {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets) {
-    const auto index = static_cast<size_t>(bucket.index);
-    if (index >= flats_.size() || !bucket.parameter.defined() || !flats_[index].parameter.is_same(bucket.parameter)) {
-      continue;
-    }
-    for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats_[index]);
+    const auto kept = [&](const Sink* sink) {
+      return static_cast<size_t>(sink->index) < states_.size() && states_[sink->index].weight.defined();
+    };
+    // Buckets were made anew, and no step has updated this one since: its parameters lie where they lay before.
+    const bool movable = !bucket.captured && !capturing(bucket.device());
+    if (!is_home(bucket) && movable && std::ranges::any_of(bucket.sinks, kept)) flats_of(bucket);
+    if (!is_home(bucket)) continue;
+    for (const Sink* sink : bucket.sinks) follow_user(bucket, *sink, flats_[bucket.index]);
   }
 }
 
@@ -265,14 +274,13 @@ void Updater::forget(std::deque<Bucket>& buckets, const std::vector<int64_t>& up
 void Updater::filled(std::deque<Bucket>& buckets) {
   at::NoGradGuard no_grad;
   for (Bucket& bucket : buckets) {
-    const auto index = static_cast<size_t>(bucket.index);
-    if (index >= flats_.size() || !flats_[index].parameter.defined()) continue;
+    if (!is_home(bucket)) continue;
     for (const Sink* sink : bucket.sinks) {
       State& state = states_[sink->index];
       if (!state.weight.defined()) continue;
       // The parameter's memory may have been exchanged by the user; its values come home.
       state.version = ~sink->parameter._version();
-      follow_user(bucket, *sink, flats_[index]);
+      follow_user(bucket, *sink, flats_[bucket.index]);
     }
   }
 }

@@ -81,6 +81,7 @@ class Updater {
     bool master = false;
   };
 
+  bool is_home(const Bucket& bucket) const;
   Flats& flats_of(Bucket& bucket);
   void follow_user(const Bucket& bucket, const Sink& sink, const Flats& flats);
   void spread(const Bucket& bucket, Group& shard, std::deque<Pending>& gathers, const Where& where);

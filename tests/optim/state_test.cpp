@@ -66,7 +66,7 @@ class Player {
       SCOPED_TRACE(c10::str("step ", step));
       train(step);
       compare("after the step");
-      switch (draw_.whole(0, 5)) {
+      switch (draw_.whole(0, 6)) {
         case 0:
           change();
           break;
@@ -75,6 +75,9 @@ class Player {
           break;
         case 2:
           go_back(step);
+          break;
+        case 3:
+          take_weights(step);
           break;
         default:
           break;
@@ -168,6 +171,20 @@ class Player {
     masters_ = masters;
     plain_ = plain;
     updates_ = updates;
+    compare_counts();
+  }
+
+  // The weights alone of some steps ago. What a master had gathered since stays where it rounds to the same value.
+  void take_weights(int64_t step) {
+    const std::string path = engine_->save(scratch_.path("run"));
+    std::vector<at::Tensor> saved;
+    for (const at::Tensor& parameter : parameters_) saved.push_back(numbers_of(engine_->full_parameter(parameter)));
+    train(step + 70);
+    engine_->load_weights(path);
+    for (size_t i = 0; i < saved.size(); ++i) {
+      const at::Tensor shows = has_masters() ? masters_[i].to(program_.dtype).to(at::kDouble) : masters_[i];
+      masters_[i] = at::where(shows == saved[i], masters_[i], saved[i]);
+    }
     compare_counts();
   }
 
