@@ -35,13 +35,15 @@ void copy_into(const SavedSlot& slot, const at::Tensor& value) {
 
 }  // namespace
 
-std::string title_of(const SavedSlot& slot) {
+std::string title_of(save::Kind kind, const std::string& name, const std::string& key) {
   save::SavedTensor tensor;
-  tensor.kind = slot.kind;
-  tensor.name = slot.name;
-  tensor.key = slot.key;
+  tensor.kind = kind;
+  tensor.name = name;
+  tensor.key = key;
   return tensor.title();
 }
+
+std::string title_of(const SavedSlot& slot) { return title_of(slot.kind, slot.name, slot.key); }
 
 std::string begin_loading(Engine::Impl& impl, const Where& where, const std::string& refusal,
                           const std::function<std::string()>& choose) {

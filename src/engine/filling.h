@@ -19,6 +19,7 @@ struct Filling {
 };
 
 // "weight 'a'", as the manifest calls what belongs there.
+std::string title_of(save::Kind kind, const std::string& name, const std::string& key = "");
 std::string title_of(const SavedSlot& slot);
 
 // Every rank may load now (it is between steps), or an Error on all of them. `refusal`: why this one may not. What rank 0

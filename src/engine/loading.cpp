@@ -172,13 +172,17 @@ void Loading::compare(OuterState outer) {
                "frozen");
       continue;
     }
-    // A parameter that an outer optimizer updates is counted only where it has a master or is updated in pieces.
-    if (mine != optimizer_name(NoOptimizer{})) updates_[name] = updates;
     const at::Tensor& parameter = found->second;
     const Updater::Kept kept = impl_.updater->kept_of(parameter);
+    bool whole = !mismatched(title_of(Kind::weight, name));
     for (const auto& [key, there] : kept.names) {
-      if (there) lookup(Kind::optimizer, name, parameter, kept.dtype, key);
+      if (!there) continue;
+      lookup(Kind::optimizer, name, parameter, kept.dtype, key);
+      whole = whole && !mismatched(title_of(Kind::optimizer, name, key));
     }
+    // A parameter that an outer optimizer updates is counted only where it has a master or is updated in pieces. One whose
+    // state does not fit begins anew: the first updates of moments that are zero are not those that a count says they are.
+    if (mine != optimizer_name(NoOptimizer{}) && whole) updates_[name] = updates;
   }
 
   // Somebody else's.

@@ -160,6 +160,62 @@ TEST(Load, ReachesMastersOfParametersThatWereInOtherBuckets) {
   }
 }
 
+// Two models of one name, whose heads may differ. What does not fit begins anew, as in a new engine; the rest goes on.
+TEST(Load, OfStateThatDoesNotFitBeginsItsParameterAnew) {
+  struct Case {
+    Optimizer before, now;
+    at::ScalarType dtype_before, dtype;
+    bool masters_before, masters_now, same_head, goes_on;
+  };
+  const AdamW adam{.lr = 0.05};
+  const SGD slow{.lr = 0.05, .momentum = 0.9, .dampening = 0.6};
+  const auto f64 = at::kDouble, f32 = at::kFloat, bf16 = at::kBFloat16;
+  const std::vector<Case> cases = {
+      {adam, adam, f64, f64, true, true, false, true},   {adam, adam, bf16, bf16, true, true, false, true},
+      {slow, slow, f64, f64, true, true, false, true},   {adam, slow, f64, f64, true, true, true, false},
+      {slow, adam, f64, f64, true, true, true, false},   {adam, adam, bf16, bf16, false, true, true, false},
+      {adam, adam, bf16, f32, false, false, true, false}  // moments of one dtype, weights of two
+  };
+  const Scratch scratch;
+  const auto named = [&](at::ScalarType dtype, int64_t rows, double begin) {
+    return NamedTensors{{"body", at::full({6}, begin, dtype).requires_grad_()},
+                        {"head", at::full({rows, 4}, begin, dtype).requires_grad_()}};
+  };
+  const auto step = [](Engine& engine, const NamedTensors& model) {
+    at::Tensor loss = at::zeros({}, at::kDouble);
+    for (const auto& [name, parameter] : model) loss = loss + (parameter.to(at::kDouble) * 0.25).sum();
+    engine.backward(loss);
+    engine.step();
+    engine.zero_grad();
+  };
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const Case& one = cases[i];
+    const NamedTensors first = named(one.dtype_before, 3, 1), second = named(one.dtype, one.same_head ? 3 : 5, 2);
+    Engine before(World(), first, {}, one.before, {.master_weights = one.masters_before});
+    Engine now(World(), second, {}, one.now, {.master_weights = one.masters_now});
+    for (int k = 0; k < 10; ++k) step(before, first);
+    const LoadInfo info = now.load(before.save(scratch.path(std::to_string(i))), {.strict = false});
+    EXPECT_FALSE(info.mismatches.empty()) << i;
+    const at::Tensor body = second[0].second.detach().clone(), head = second[1].second.detach().clone();
+    EXPECT_EQ(body.eq(first[0].second).all().item<bool>(), one.dtype == one.dtype_before) << i;
+    for (const Sink& sink : now.impl().reducer->sinks()) {
+      EXPECT_EQ(now.impl().updater->memory_of(sink).updates, one.goes_on && sink.name == "body" ? 10 : 0) << i;
+    }
+    // What a new engine does to the same values.
+    const NamedTensors fresh = {{"body", body.clone().requires_grad_()}, {"head", head.clone().requires_grad_()}};
+    Engine anew(World(), fresh, {}, one.now, {.master_weights = one.masters_now});
+    for (int k = 0; k < 3; ++k) {
+      step(now, second);
+      step(anew, fresh);
+      step(before, first);
+      const double rounding = one.dtype == f64 ? 1e-12 : one.dtype == f32 ? 1e-6 : 1e-2;
+      EXPECT_LT(distance(second[1].second, fresh[1].second), rounding) << i << ", update " << k;
+      const at::Tensor& like = one.goes_on ? first[0].second : fresh[0].second;
+      EXPECT_LT(distance(second[0].second, like), rounding) << i << ", update " << k;
+    }
+  }
+}
+
 // Shares are of deterministic runs: what another one's options say of them means nothing.
 TEST(Load, OfARunThatHadNoSharesTakesAnyNumberOfThem) {
   const Scratch scratch;
