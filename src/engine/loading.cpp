@@ -351,21 +351,20 @@ bool Loading::mismatched(const std::string& what) const {
 
 void Loading::accept(const std::string& refusal) {
   const Where where = impl_.reducer->here(Where::Kind::step, "load()");
-  const auto agree = [&](const std::function<void()>& work) {
-    const Outcome mine = attempt([&] {
-      work();
-      return std::string();
-    });
+  const auto agree = [&](const std::function<std::string()>& work) {
+    const Outcome mine = attempt(work);
     try {
-      share_outcome(impl_.world, mine, where);
+      return share_outcome(impl_.world, mine, where);
     } catch (const RankFailed& failure) {
       throw Error(impl_.world.rank(), failure.what());
     }
   };
-  agree([&] {
+  // Some ranks alone may name extras: all of them hear how those went.
+  const auto named = agree([&] {
     if (!refusal.empty()) throw Error(refusal);
+    return std::string(options_.extras.empty() ? "" : "extras");
   });
-  if (checkpoint_->manifest().engine_field("extras").array("'extras'").empty() && options_.extras.empty()) return;
+  if (std::ranges::all_of(named, &std::string::empty)) return;
   std::vector<std::pair<const Extra*, NamedTensors>> before;
   try {
     agree([&] {
@@ -381,6 +380,7 @@ void Loading::accept(const std::string& refusal) {
         });
         extra.load(extras_[extra.name]);
       }
+      return std::string();
     });
   } catch (const Error&) {
     for (const auto& [extra, state] : before) {

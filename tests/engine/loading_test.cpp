@@ -216,6 +216,35 @@ TEST(Load, OfStateThatDoesNotFitBeginsItsParameterAnew) {
   }
 }
 
+// Every rank gives its own, and some give none: those that do hear of what they miss, and all of them of a refusal.
+TEST(Load, HasExtrasThatSomeRanksAloneName) {
+  const Scratch scratch;
+  for (const bool saved : {false, true}) {
+    for (const bool refuses : {false, true}) {
+      const auto texts = errors(2, [&](World world) {
+        Model model(3);
+        Engine engine(world, model, SGD{});
+        int loads = 0;
+        const Extra extra{"cursor", [] { return NamedTensors{{"value", at::ones({1})}}; },
+                          [&](const NamedTensors& state) {
+                            if (refuses) throw std::runtime_error("no, thanks");
+                            EXPECT_EQ(state.size(), 1u);
+                            ++loads;
+                          }};
+        const std::string path =
+            engine.save(scratch.path("all"), {.extras = saved ? std::vector{extra} : std::vector<Extra>{}});
+        const bool mine = world.rank() == 1;
+        const LoadInfo info =
+            engine.load(path, {.strict = false, .extras = mine ? std::vector{extra} : std::vector<Extra>{}});
+        EXPECT_EQ(info.mismatches.size(), mine == saved ? 0u : 1u) << "on rank " << world.rank();
+        EXPECT_EQ(loads, mine && saved ? 1 : 0) << "one that is not there has nothing to load";
+        train(engine, model, 1);
+      });
+      EXPECT_THAT(texts, Each(saved && refuses ? HasSubstr("load() failed on rank 1: no, thanks") : HasSubstr("none")));
+    }
+  }
+}
+
 // Shares are of deterministic runs: what another one's options say of them means nothing.
 TEST(Load, OfARunThatHadNoSharesTakesAnyNumberOfThem) {
   const Scratch scratch;
