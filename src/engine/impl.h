@@ -45,7 +45,10 @@ struct Engine::Impl {
   // Some steps cannot be captured into a graph of a device.
   void check_capture() const;
   [[noreturn]] void refuse_nonfinite();
-  NormOrder norm_order() const { return options.deterministic ? NormOrder::exact : NormOrder::any; }
+  NormOrder norm_order() const {
+    if (!options.deterministic) return NormOrder::any;
+    return options.cut == Cut::at_rows ? NormOrder::exact_anywhere : NormOrder::exact;
+  }
   void publish(const std::vector<at::Tensor>& changed);
 };
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "backend/round.h"
+
 namespace plumb {
 namespace {
 
@@ -157,9 +159,13 @@ void Tree::reduce(Bucket& bucket, const Where& where) {
   };
   at::Tensor part = sum_over(team_.shard(), bucket.incoming.sum);
   if (team_.replicate().size() > 1) {
-    const at::Tensor piece = sum_over(team_.replicate(), part.contiguous());
+    // Whole rows need not share evenly among the replicas.
+    const int64_t numel = part.numel(), padding = round_up(numel, team_.replicate().size()) - numel;
+    part = padding > 0 ? at::constant_pad_nd(part, {0, padding}) : part.contiguous();
+    const at::Tensor piece = sum_over(team_.replicate(), part);
     part = at::empty_like(part);
     team_.replicate().all_gather(part, piece.contiguous()).wait(where);
+    part = part.narrow(0, 0, numel);
   }
   part = part * (1.0 / team_.size());
   const at::Tensor& target = bucket.target();

@@ -64,16 +64,29 @@ void add_norms(const at::Tensor& gradient, std::vector<at::Tensor>& norms) {
   norms.push_back(at::linalg_vector_norm(tail, 2, std::nullopt, false, wide).to(at::kDouble));
 }
 
+void add_each_square(const at::Tensor& gradient, ExactSum& sum) {
+  constexpr int64_t chunk = 1 << 20;
+  for (int64_t begin = 0; begin < gradient.numel(); begin += chunk) {
+    const int64_t count = std::min(chunk, gradient.numel() - begin);
+    const at::Tensor squares = gradient.narrow(0, begin, count).to(at::kDouble).square().cpu();
+    const double* values = squares.const_data_ptr<double>();
+    for (int64_t i = 0; i < count; ++i) sum.add(values[i]);
+  }
+}
+
 using Values = std::function<at::Tensor(const Bucket&)>;
 
 at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard,
-                      const Where& where) {
+                      NormOrder order, const Where& where) {
   ExactSum sum;
   at::TensorOptions options = at::kFloat;
   for (const Bucket& bucket : buckets) {
     options = options.device(bucket.device());
     const at::Tensor gradient = values(bucket);
-    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) add_squares(part(gradient, bucket.kept, run), sum);
+    for (const Run& run : runs_of(bucket, bucket.kept, any_two)) {
+      const at::Tensor members = part(gradient, bucket.kept, run);
+      order == NormOrder::exact ? add_squares(members, sum) : add_each_square(members, sum);
+    }
   }
   sum.carry();
   if (sharded) {
@@ -90,7 +103,7 @@ at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, b
 at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard, NormOrder order,
                    const Where& where) {
   at::NoGradGuard no_grad;
-  if (order == NormOrder::exact) return exact_norm(buckets, values, sharded, shard, where);
+  if (order != NormOrder::any) return exact_norm(buckets, values, sharded, shard, order, where);
   std::vector<at::Tensor> norms;
   at::TensorOptions options = at::kFloat;
   for (const Bucket& bucket : buckets) {

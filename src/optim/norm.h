@@ -7,8 +7,9 @@
 
 namespace plumb {
 
-// How the norm is summed: as it comes fastest, or the same bits whatever the buckets and shards.
-enum class NormOrder { any, exact };
+// How the norm is summed: as it comes fastest; the same bits whatever the buckets and shards, as long as those cut nowhere but
+// between kAlignment neighbours; the same bits wherever they cut, which takes the host several times as long.
+enum class NormOrder { any, exact, exact_anywhere };
 
 // The 2-norm over all gradients of these buckets; a scalar on their device. `sharded`: they are parts, whose squares are
 // summed over `shard`.

@@ -142,6 +142,39 @@ TEST(ShardedNorm, InTheExactOrderHasTheSameBitsHoweverItIsCut) {
   }
 }
 
+// Rows are cut anywhere between elements: clipped shares have the same bits on every number of ranks all the same.
+TEST(ShardedNorm, OfRowsHasTheSameBitsOnEveryNumberOfRanks) {
+  constexpr int kShares = 4;
+  std::vector<at::Tensor> first;
+  for (const std::string strategy : {"ddp", "zero3", "hsdp"}) {
+    for (const int ranks : {1, 2, 4}) {
+      run_local(ranks, [&](World world) {
+        Parts model(3);
+        Options options{.strategy = strategy, .clip_norm = 0.5, .deterministic = true, .virtual_ranks = kShares};
+        options.cut = Cut::at_rows;
+        Engine engine(world, model, SGD{.lr = 1}, options);
+        std::vector<at::Tensor> found;
+        for (int step = 0; step < 2; ++step) {
+          const int mine = kShares / ranks;
+          for (int share = world.rank() * mine; share < (world.rank() + 1) * mine; ++share) {
+            std::vector<at::Tensor> gradients;
+            for (const at::Tensor& one : ones(1)) gradients.push_back(noise(one.sizes(), 90 + share) / kShares);
+            engine.backward(model.loss(gradients) * ranks);
+          }
+          found.push_back(engine.step().grad_norm);
+          engine.zero_grad();
+        }
+        for (const at::Tensor& one : model.parameters()) found.push_back(engine.full_parameter(one));
+        if (world.rank() != 0) return;
+        if (first.empty()) first = found;
+        for (size_t i = 0; i < found.size(); ++i)
+          EXPECT_TRUE(found[i].equal(first[i])) << strategy << ranks << ' ' << i;
+      });
+    }
+  }
+  EXPECT_GT(first[0].item<double>(), 0.5) << "nothing is clipped";
+}
+
 // A .grad before the first backward, when there are no buckets of gradients yet; a sparse one, and one of another shape.
 TEST(ShownNorm, CountsGradientsThatNoBackwardBrought) {
   run_local(2, [](World world) {
