@@ -50,7 +50,7 @@ std::string begin_loading(Engine::Impl& impl, const Where& where, const std::str
   impl.reducer->serve_gathers(where);
   const Outcome mine = attempt([&] {
     road_of(impl.world).pass(Point::load);
-    impl.reducer->check_between_steps(where.detail);
+    impl.reducer->check_between_steps(where.detail, Reducer::Cleared::is_enough);
     if (impl.in_step) throw Error(where.detail + " inside of a step; end_step() ends it");
     if (!refusal.empty()) throw Error(refusal);
     if (impl.units) impl.units->begin_update();  // refuses while somebody uses a unit

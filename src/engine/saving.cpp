@@ -44,7 +44,7 @@ std::string Saving::prepare(const std::string& folder, const SaveOptions& option
   const Outcome mine = attempt([&] {
     road_of(impl_.world).pass(Point::save);
     if (when == When::between_steps) {
-      impl_.reducer->check_between_steps("save()");
+      impl_.reducer->check_between_steps("save()", Reducer::Cleared::is_enough);
     } else if (torch::autograd::get_current_graph_task_id() >= 0) {
       throw Error("save() inside of a backward; call it when the backward has ended");
     }

@@ -57,10 +57,10 @@ void Reducer::made_up_fused(Sink& sink) {
   launch_ready();
 }
 
-void Reducer::check_nothing_put_off() const {
+void Reducer::check_nothing_put_off(const std::string& what) const {
   for (const Sink& sink : sinks()) {
     if (sink.put_off == 0) continue;
-    throw Error(team_.rank(), "step() while " + std::to_string(sink.put_off) + " weight gradient" +
+    throw Error(team_.rank(), what + " while " + std::to_string(sink.put_off) + " weight gradient" +
                                   (sink.put_off == 1 ? "" : "s") + " of parameter '" + sink.name +
                                   "' are put off; call backward_dw() on its module first");
   }

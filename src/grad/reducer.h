@@ -92,14 +92,16 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // Likewise, in every backward that is reduced.
   Settings settings_of_backwards;
 
-  // The run goes on after `steps` steps.
+  // The run goes on after `steps` steps. All gradients are cleared, and with them what is kept of their passes.
   void resume(int64_t steps);
   // Where gradients may still move, they lie in this order from now on, if it names every parameter. Collective; between
   // steps.
   void arrange(const std::vector<std::string>& order);
   std::vector<std::string> order() const;  // of the parameters in the buckets
-  // An Error if a backward has begun whose step has not ended.
-  void check_between_steps(const std::string& what) const;
+  // An Error if a backward has begun whose step has not ended. Where gradients were cleared nothing is left of it: enough
+  // where the ranks tell each other of the error, since one of them alone may have cleared its own.
+  enum class Cleared { is_enough, is_not_enough };
+  void check_between_steps(const std::string& what, Cleared cleared = Cleared::is_not_enough) const;
 
   // Every rank is in the same call that writes these parameters; an Error on every rank otherwise. Its description.
   Where agree_to_write(const std::vector<at::Tensor>& parameters);
@@ -168,7 +170,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void wrote_fused(Sink& sink) override;
   void made_up_fused(Sink& sink) override;
   bool inside_pass() const;  // whether a contribution that comes now belongs to a pass, or comes between two
-  void check_nothing_put_off() const;
+  void check_nothing_put_off(const std::string& what) const;
 
   // A pass.
   OpenPass& open_pass();

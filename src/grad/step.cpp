@@ -14,7 +14,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 void Reducer::settle_step() {
   Lock lock(mutex_);
   check_alive();
-  check_nothing_put_off();
+  check_nothing_put_off("step()");
   if (pass_ && pass_->end == OpenPass::End::told)
     throw Error(team_.rank(), "step() after delivered gradients; call end_pass() first");
   if (pass_)
@@ -124,14 +124,20 @@ void Reducer::finish_step() {
   road_.enter(steps_);
 }
 
-void Reducer::check_between_steps(const std::string& what) const {
+void Reducer::check_between_steps(const std::string& what, Cleared cleared) const {
   Lock lock(mutex_);
   check_alive();
   if (!pass_ && passes_ == 0 && !held_) return;
+  check_nothing_put_off(what);
+  // Backwards whose gradients were all cleared left nothing behind: what is kept of them elsewhere goes with the gradients.
+  if (!pass_ && cleared == Cleared::is_enough &&
+      std::ranges::none_of(sinks(), [](const Sink& sink) { return sink.grad().defined(); }))
+    return;
   throw Error(team_.rank(),
               what + " after " + std::to_string(passes_) +
                   " backwards of a step that has not ended; gradients are not part of a checkpoint: call it "
-                  "after step(), before the next backward");
+                  "after step(), before the next backward" +
+                  (cleared == Cleared::is_enough ? ", or clear the gradients first (zero_grad)" : ""));
 }
 
 std::vector<std::string> Reducer::order() const {
@@ -146,6 +152,12 @@ void Reducer::resume(int64_t steps) {
   Lock lock(mutex_);
   steps_ = steps;
   passes_ = 0;
+  held_ = false;
+  for (Bucket& bucket : buckets_) bucket.made_up = false;
+  for (Sink& sink : members_.sinks()) sink.apart.reset();
+  summing_->forget();
+  weights_.forget();
+  ledger_.close_step(std::vector<bool>(sinks().size()));
   road_.enter(steps_);
   gradients_agreed();
 }

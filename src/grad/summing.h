@@ -71,6 +71,8 @@ class Summing {
   virtual bool holds_in_buckets() const = 0;
   virtual void check_step(int64_t /*passes*/, const std::deque<Sink>& /*sinks*/) const {}
   virtual void finish_step() {}
+  // No gradient of this step is there any more: nothing that is kept of its passes counts.
+  virtual void forget() { sent_.clear(); }
 
   // The user's own way from a bucket's gradients to their mean (torch's interface), instead of the collective of the policy.
   // It runs once per reduction, in bucket order. Only where gradients are whole on every rank.

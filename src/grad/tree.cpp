@@ -63,6 +63,17 @@ void Tree::forget_shares(const Sink& sink) {
       .zero_();
 }
 
+void Tree::forget() {
+  Collected::forget();
+  for (Bucket& bucket : buckets_) {
+    const Alone alone(bucket.lanes, bucket.device());
+    for (const at::Tensor& share : bucket.incoming.shares) keep_for_current(share);
+    keep_for_current(bucket.incoming.before);
+    bucket.incoming.shares.clear();
+    bucket.incoming.before.reset();
+  }
+}
+
 // Until step(), .grad is what this rank has so far, as under no_sync: its own shares, on top of what it kept.
 void Tree::show(Bucket& bucket) {
   const Incoming& incoming = bucket.incoming;

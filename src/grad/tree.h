@@ -18,6 +18,7 @@ class Tree final : public Collected {
   void begin(Bucket& bucket, const Where& where) override;
   bool holds_in_buckets() const override { return true; }
   void check_step(int64_t passes, const std::deque<Sink>& sinks) const override;
+  void forget() override;
 
  private:
   bool collects(const OpenPass&) const override { return true; }

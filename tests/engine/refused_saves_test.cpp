@@ -202,5 +202,82 @@ TEST(RefusedLoad, SaysThatThereIsNoFolder) {
   EXPECT_THAT(said("empty"), AllOf(HasSubstr("no complete checkpoint in"), Not(HasSubstr("no such folder"))));
 }
 
+// A bad batch: its gradients are cleared, the last checkpoint is loaded, and the run is the one that never had it. A save in
+// between holds what a save before it would.
+TEST(GivenUp, BackwardsWhoseGradientsWereClearedLeaveNothingBehind) {
+  const Scratch scratch;
+  enum class Bad { backward, held, two, with_a_weight };
+  for (const std::string strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+    for (const bool deterministic : {false, true}) {
+      const int ranks = strategy == "hsdp" ? 4 : 2;
+      const std::string folder = scratch.path(c10::str(strategy, deterministic));
+      Options options{
+          .strategy = strategy, .bucket_bytes = 200, .deterministic = deterministic, .virtual_ranks = ranks};
+      Everything then, wanted;
+      std::string path;
+      run_local(ranks, [&](World world) {
+        Model model(3);
+        Engine engine(world, model, AdamW{}, options);
+        train(engine, model, 2);
+        const std::string saved = engine.save(folder);
+        if (world.rank() == 0) path = saved;
+        then.add(engine);
+        train(engine, model, 2);
+        wanted.add(engine);
+      });
+      for (const Bad bad : {Bad::backward, Bad::held, Bad::two, Bad::with_a_weight}) {
+        SCOPED_TRACE(c10::str(strategy, deterministic ? ", deterministic, " : ", ", static_cast<int>(bad)));
+        const bool weights_alone = bad == Bad::two;
+        Everything saved, found;
+        run_local(ranks, [&](World world) {
+          Model model(3), other(8);
+          Engine engine(world, model, AdamW{}, options);
+          train(engine, model, 2);
+          for (int i = 0; i < (bad == Bad::two ? 2 : 1); ++i) {
+            std::optional<NoSync> quiet;
+            if (bad == Bad::held) quiet.emplace(engine);
+            const auto weight = bad == Bad::with_a_weight ? std::optional<double>(3) : std::nullopt;
+            engine.backward(model.loss(ones(NAN)).to(at::kFloat), false, weight);
+          }
+          engine.zero_grad();
+          Engine second(world, other, AdamW{}, options);
+          second.load(engine.save(folder));
+          saved.add(second);
+          weights_alone ? engine.load_weights(path) : engine.load(path);
+          EXPECT_EQ(engine.grad_norm().item<double>(), 0) << "nothing waits for a reduction";
+          train(engine, model, 2);
+          found.add(engine);
+        });
+        EXPECT_EQ(then.difference(saved), "");
+        EXPECT_EQ(wanted.difference(found), "");
+      }
+    }
+  }
+}
+
+TEST(GivenUp, StepsThatSomeRanksAloneGaveUpAreNamedByAll) {
+  const Scratch scratch;
+  for (const std::string strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      Model model(3);
+      Engine engine(world, model, AdamW{}, {.strategy = strategy});
+      const std::string path = engine.save(scratch.path("all"));
+      engine.backward(model.loss(ones(1)).to(at::kFloat));
+      if (world.rank() == 1) engine.zero_grad();
+      const auto says = [&](const std::string& call) {
+        return testing::ThrowsMessage<Error>(
+            AllOf(HasSubstr(call + " failed on rank 0"),
+                  HasSubstr(call + " after 1 backwards of a step that has not ended")));
+      };
+      EXPECT_THAT([&] { engine.load(path); }, says("load()"));
+      EXPECT_THAT([&] { engine.load_weights(path); }, says("load_weights()"));
+      EXPECT_THAT([&] { engine.save(scratch.path("all")); }, says("save()"));
+      if (world.rank() == 0) engine.zero_grad();
+      engine.load(path);
+      EXPECT_EQ(engine.steps(), 0);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb
