@@ -441,3 +441,32 @@ def makes_state_on_one_rank() -> list[float]:
 def test_a_step_that_moves_nothing_may_be_one_ranks_alone() -> None:
     first, second = plumb.spawn(makes_state_on_one_rank, 2)
     assert first == second
+
+
+def begins_counts_on(callers: int) -> str | list[float]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = plumb.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if dist.get_rank() < callers:
+        get_optimizer_state_dict(model, optimizer)
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except plumb.Error as error:
+        return str(error)
+    values: list[float] = model.module.weight.flatten().tolist()
+    return values
+
+
+@pytest.mark.parametrize("callers", [0, 1, 2])
+def test_a_step_at_rate_zero_that_counts_is_every_ranks_or_an_error(callers: int) -> None:
+    """torch begins an AdamW's state by a step that moves nothing, and the next ones are corrected by it: on one rank alone, that one
+    would have parameters of its own."""
+    first, second = plumb.spawn(begins_counts_on, 2, (callers,))
+    if callers == 1:
+        assert all("at rate 0 that counted as updates" in said for said in (first, second)), (first, second)
+    else:
+        assert first == second and isinstance(first, list)

@@ -19,6 +19,10 @@ from ..engine import Engine
 from ..optim.compared import numbers_of
 
 NAME = "the number of optimizer steps over the wrapped model's parameters (one that throws does not count)"
+BEGUN = (
+    "the number of optimizer steps at rate 0 that counted as updates of the wrapped model's parameters (as get_optimizer_state_dict takes"
+    " one before the first step: call it on every rank, or after that)"
+)
 
 
 class Steps:
@@ -27,7 +31,7 @@ class Steps:
     def __init__(self, engine: Engine, parameters: Iterable[torch.Tensor]) -> None:
         self._engine = weakref.ref(engine)
         self._ids = {id(parameter) for parameter in parameters}
-        self._taken = 0
+        self._taken = self._begun = 0
         self._counts = True
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[str, float]]] = weakref.WeakKeyDictionary()
         self._tell()
@@ -39,7 +43,7 @@ class Steps:
         self._tell()
 
     def resume(self) -> None:
-        self._counts, self._taken = True, 0
+        self._counts, self._taken, self._begun = True, 0, 0
         self._numbers.clear()
         self._tell()
 
@@ -48,6 +52,9 @@ class Steps:
         if moved:
             self._taken += 1
             self._numbers[optimizer] = self._numbers_of(optimizer, moved)
+            self._tell()
+        elif self._counts and self._counted(optimizer):
+            self._begun += 1
             self._tell()
 
     @staticmethod
@@ -64,10 +71,15 @@ class Steps:
         """At rate 0 nothing moves: so torch's checkpoints make an optimizer's state, maybe on one rank alone."""
         return group.get("lr") != 0 and any(id(parameter) in self._ids for parameter in group["params"])
 
+    def _counted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step that moved nothing counts all the same: by it an Adam corrects the next ones."""
+        ours = (parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in self._ids)
+        return any("step" in optimizer.state.get(parameter, ()) for parameter in ours)
+
     def _tell(self) -> None:
         engine = self._engine()
         if engine is not None and not engine.closed:
-            taken = [(NAME, float(self._taken)), *(number for one in self._numbers.values() for number in one)]
+            taken = [(NAME, float(self._taken)), (BEGUN, float(self._begun)), *(number for one in self._numbers.values() for number in one)]
             engine._engine.compare_in_backwards(taken if self._counts else [])
 
 
