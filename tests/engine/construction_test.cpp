@@ -4,10 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <set>
+#include <thread>
 
 #include "engine/impl.h"
+#include "engine/owners.h"
 #include "engine/support/plain.h"
 #include "world/world_impl.h"
 
@@ -278,6 +281,26 @@ TEST(Construction, ThatFailsLeavesItsParametersToTheNextEngine) {
     EXPECT_TRUE(weight.detach().equal(at::full({3}, -1.0)));
   });
   EXPECT_THAT(texts, Each("none"));
+}
+
+// Ranks as threads: whose parameter this is, is asked while others build engines and end them. (Under make tsan, any race.)
+TEST(Construction, GoesOnBesideQuestionsAboutOtherEngines) {
+  at::Tensor mine = at::zeros({3}).requires_grad_();
+  Engine engine(World(), NamedTensors{{"mine", mine}}, {}, SGD{});
+  Engine::Impl* const owner = &engine.impl();
+  std::atomic<bool> over = false;
+  std::thread others([&] {
+    for (int round = 1; round <= 20; ++round) {
+      NamedTensors many;
+      for (int i = 0; i < 40 * round; ++i) many.emplace_back(std::to_string(i), at::zeros({1}).requires_grad_());
+      const Engine one(World(), many, {}, SGD{});
+    }
+    over = true;
+  });
+  int64_t wrong = 0;
+  while (!over) wrong += Owners::all().of_leaf(mine) == owner ? 0 : 1;
+  others.join();
+  EXPECT_EQ(wrong, 0);
 }
 
 // ---- operators

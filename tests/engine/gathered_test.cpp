@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "engine/support/plain.h"
+#include "unit/saved.h"
 #include "watch/strike.h"
 
 namespace plumb {
@@ -18,9 +19,15 @@ TEST(Gathered, WrittenByRanksThatDifferIsAnErrorOnEveryRank) {
     const auto texts = errors(2, [&](World world) {
       Parts model(4);
       Engine engine(world, model, SGD{}, {.strategy = strategy});
-      const Gathered scope = engine.gathered({model.parameters()[world.rank() == 0 ? 4 : 5]}, Access::write);
-      at::NoGradGuard no_grad;
-      model.parameters()[world.rank() == 0 ? 4 : 5].add_(1);
+      const at::Tensor parameter = model.parameters()[world.rank() == 0 ? 0 : 2];
+      try {
+        const Gathered scope = engine.gathered({parameter}, Access::write);
+        at::NoGradGuard no_grad;
+        parameter.add_(1);
+      } catch (...) {
+        EXPECT_TRUE(saved::scopes().empty()) << "the scope has ended all the same: nothing is saved for it any more";
+        throw;
+      }
     });
     EXPECT_THAT(texts, Each(testing::Not("none"))) << strategy;
   }

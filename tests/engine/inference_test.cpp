@@ -1,6 +1,9 @@
 // The engine under InferenceMode: everything that trains goes on training, or says that it cannot.
 #include <gmock/gmock.h>
+#include <stdlib.h>
+
 #include <gtest/gtest.h>
+#include <filesystem>
 
 #include "engine/support/plain.h"
 
@@ -135,6 +138,31 @@ TEST(Inference, ABufferMadeUnderItIsBroadcast) {
     Engine engine(world, NamedTensors{{"w", weight}}, NamedTensors{{"b", buffer}}, SGD{});
     EXPECT_TRUE(buffer.eq(7).all().item<bool>());
   });
+}
+
+// In gaps or one element behind the other.
+TEST(Inference, ABufferMadeUnderItIsLoaded) {
+  std::string path = testing::TempDir() + "plumb-inference-XXXXXX";
+  ASSERT_NE(mkdtemp(path.data()), nullptr);
+  at::Tensor weight = at::ones({3}).requires_grad_();
+  at::Tensor dense, gaps;
+  {
+    const c10::InferenceMode mode;
+    dense = at::full({2, 3}, 7.0);
+    gaps = at::full({2, 6}, 7.0).narrow(1, 0, 3);
+  }
+  Engine engine(World(), NamedTensors{{"w", weight}}, NamedTensors{{"dense", dense}, {"gaps", gaps}}, SGD{});
+  engine.save(path);
+  for (const bool weights_alone : {false, true}) {
+    {
+      const c10::InferenceMode mode;
+      dense.zero_();
+      gaps.zero_();
+    }
+    weights_alone ? engine.load_weights(path) : engine.load(path);
+    EXPECT_TRUE(dense.eq(7).all().item<bool>() && gaps.eq(7).all().item<bool>());
+  }
+  std::filesystem::remove_all(path);
 }
 
 }  // namespace

@@ -3,7 +3,9 @@
 #include "libtorch.h"
 
 #include "plumb/plumb.h"
+#include "save/file.h"
 #include "save/support/folder.h"
+#include "save/tensors.h"
 
 namespace plumb::test {
 namespace {
@@ -43,6 +45,28 @@ TEST(Layouts, OfBuffersMayDifferBetweenSaveAndLoad) {
       other.buffer.zero_();
       second.load_weights(path);
       EXPECT_TRUE(other.buffer.equal(values)) << "weights alone, " << from << " to " << to;
+    }
+  }
+}
+
+// A file alone, as others read it: a tensor of the parameter's shape has its elements in the order of that shape.
+TEST(Layouts, OfFilesThatOthersReadAreThoseOfTheirShapes) {
+  const Scratch scratch;
+  const at::Tensor values = at::arange(12, at::kFloat).view({3, 4});
+  for (const auto& [from, memory] : layouts()) {
+    at::Tensor weight = memory.clone(at::MemoryFormat::Preserve).copy_(values).requires_grad_();
+    Engine engine(World(), NamedTensors{{"weight", weight}}, {}, SGD{});
+    const std::string path = engine.save(scratch.path(from));
+    for (const std::string& name : save::names_in(path)) {
+      if (!name.starts_with("weights")) continue;
+      const save::TensorFile file(path + "/" + name);
+      ASSERT_EQ(file.tensors().size(), 1u);
+      const save::TensorInFile& tensor = file.tensors()[0];
+      const at::Tensor found = at::empty({12}, at::kFloat);
+      file.read(tensor, 0, found.mutable_data_ptr(), found.nbytes());
+      const bool shaped = tensor.shape == values.sizes().vec();
+      EXPECT_TRUE(shaped ? found.view({3, 4}).equal(values) : tensor.shape == std::vector<int64_t>{12}) << from;
+      EXPECT_EQ(shaped, weight.is_contiguous()) << from;
     }
   }
 }

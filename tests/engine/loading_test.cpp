@@ -245,6 +245,24 @@ TEST(Load, HasExtrasThatSomeRanksAloneName) {
   }
 }
 
+// A weight of another shape, larger or smaller, or of another dtype.
+TEST(Load, LeavesWhatDoesNotFitAsItWas) {
+  const Scratch scratch;
+  const std::vector<at::Tensor> others = {at::ones({5, 4}), at::ones({2, 4}), at::ones({4, 3}),
+                                          at::ones({3, 4}, at::kBFloat16), at::ones({3, 4}, at::kDouble)};
+  at::Tensor weight = at::full({3, 4}, 2.0).requires_grad_(), other = at::full({3}, 5.0).requires_grad_();
+  Engine first(World(), NamedTensors{{"w", weight}, {"other", other}}, {{"b", at::full({3, 4}, 7.0)}}, SGD{});
+  const std::string path = first.save(scratch.path("all"));
+  for (const at::Tensor& one : others) {
+    at::Tensor mine = one.clone().requires_grad_(), same = at::zeros({3}).requires_grad_(), buffer = one.clone();
+    Engine engine(World(), NamedTensors{{"w", mine}, {"other", same}}, {{"b", buffer}}, SGD{});
+    const LoadInfo info = engine.load(path, {.strict = false});
+    EXPECT_EQ(info.mismatches.size(), 2u) << info.table();
+    EXPECT_TRUE(mine.equal(one) && buffer.equal(one)) << one.options() << one.sizes();
+    EXPECT_TRUE(same.equal(other)) << "what fits";
+  }
+}
+
 // Shares are of deterministic runs: what another one's options say of them means nothing.
 TEST(Load, OfARunThatHadNoSharesTakesAnyNumberOfThem) {
   const Scratch scratch;
@@ -348,6 +366,27 @@ TEST(Deliveries, ToAnAliasReachThatOneOfTwoParametersInOneMemory) {
   engine.step();
   EXPECT_TRUE(both[0].detach().equal(at::full({4}, -1.0)));
   EXPECT_TRUE(both[1].detach().equal(at::full({4}, -2.0)));
+}
+
+// Updates that a parameter is too coarse to show gather in its master: a run that begins again does not go on with them.
+TEST(Load, OfACheckpointBeforeTheFirstUpdateForgetsWhatMastersGathered) {
+  const Scratch scratch;
+  for (const std::string strategy : {"ddp", "zero1", "zero3"}) {
+    run_local(2, [&](World world) {
+      at::Tensor weight = at::ones({40}, at::kBFloat16).requires_grad_();
+      Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1.5e-4}, {.strategy = strategy});
+      const std::string path = engine.save(scratch.path(strategy));
+      for (int run = 0; run < 3; ++run) {
+        for (int step = 0; step < 10; ++step) {  // less than half of what it can show
+          weight.to(at::kFloat).sum().backward();
+          engine.step();
+          engine.zero_grad();
+        }
+        EXPECT_TRUE(weight.eq(1).all().item<bool>()) << strategy << ", run " << run;
+        engine.load(path);
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 // Loss scaling: gradients are divided once, whatever happens between a backward and the step that uses them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
 
 #include "engine/impl.h"
 #include "engine/support/plain.h"
@@ -404,6 +407,22 @@ TEST(LossScale, ASkippedStepChangesNothingButBuffers) {
     engine.backward(weight.sum());
     EXPECT_EQ(engine.step().step, 1);
   });
+}
+
+// What a skipped step left in its scale goes with a load; gradients that come by hand then are as they are.
+TEST_P(LossScaleIn, GradientsSetByHandAfterALoadCountAsTheyAre) {
+  std::string folder = testing::TempDir() + "plumb-scale-XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  falls_by(2, [&](Engine& engine, Parts& model, const World&) {
+    const std::string path = engine.save(folder);
+    engine.backward(model.loss(ones(NAN)));
+    EXPECT_TRUE(engine.step().skipped);
+    engine.load(path);
+    const auto gradients = ones(2);
+    for (size_t i = 0; i < gradients.size(); ++i) model.parameters()[i].mutable_grad() = gradients[i];
+    EXPECT_FALSE(engine.step().skipped);
+  });
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

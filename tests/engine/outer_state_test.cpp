@@ -275,5 +275,38 @@ TEST(OuterState, ThatIsMissingOrLeftOverIsAMismatch) {
   for (const Mismatch& one : left) EXPECT_EQ(one.kind, Mismatch::Kind::extra) << one.what;
 }
 
+// Values of shapes of their own, each given by the ranks that own its parameter: replicas give the same ones.
+TEST(OuterState, OfItsOwnShapesComesFromWhoeverOwnsTheParameter) {
+  const Scratch scratch;
+  for (const Mesh mesh : {Mesh{1, 2}, Mesh{1, 4}, Mesh{2, 2}}) {
+    const std::string folder = scratch.path(c10::str(mesh.replicate, mesh.shard));
+    run_local(mesh.replicate * mesh.shard, [&](World world) {
+      NamedTensors named;
+      for (int i = 0; i < 4; ++i) named.emplace_back("p" + std::to_string(i), at::zeros({6}).requires_grad_());
+      Engine engine(world, named, {}, UserOptimizer{}, {.strategy = "zero1", .mesh = mesh, .cut = Cut::at_parameters});
+      engine.backward((named[0].second + named[1].second + named[2].second + named[3].second).sum());
+      engine.begin_step();
+      Outer outer{{}, "{}"};
+      for (const Piece& piece : engine.pieces()) {
+        if (piece.weight.numel() == 0) continue;
+        for (const auto& [name, parameter] : named) {
+          if (!parameter.is_same(piece.parameter)) continue;
+          outer.tensors.push_back({OuterTensor::Place::other, name, "factor", at::tensor({name.back() - '0', 7})});
+        }
+      }
+      engine.end_step();
+      auto saving = std::make_shared<Saving>(engine.impl());
+      engine.impl().saving = saving;
+      saving->begin(folder, {}, &outer, Copy::no);
+      saving->finish();
+      Loading loading(engine.impl(), folder, {}, OuterState::taken);
+      ASSERT_EQ(loading.outer().tensors.size(), 4u) << "on every rank";
+      for (const OuterTensor& one : loading.outer().tensors) {
+        EXPECT_EQ(one.value[0].item<int64_t>(), one.parameter.back() - '0');
+      }
+    });
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -149,5 +149,20 @@ TEST(OutputsAlone, RefuseADifferentiationOfKeptGraphs) {
 
 TEST(OutputsAlone, OutsideOfABackwardAreAnError) { EXPECT_THROW(deliver_output(torch::ones({2}), 0), Error); }
 
+// A gradient that is to be differentiated stays autograd's, which refuses it: a penalty of it would be left out in silence.
+TEST(OutputsAlone, RefuseADifferentiationOfGradientsThatAnEngineHas) {
+  Net net;
+  Engine engine(World(), net, NoOptimizer{});
+  for (const bool leaf : {false, true}) {
+    const at::Tensor x = input(0).requires_grad_(leaf);
+    const int64_t before = output_counts().handed_back;
+    const at::Tensor loss = Compiled::apply(x, net.w).sum();
+    loss.backward({}, /*retain_graph=*/c10::nullopt, /*create_graph=*/true);
+    EXPECT_EQ(output_counts().handed_back, before + 1);
+    EXPECT_THROW((net.w.grad().square().sum() + net.w.sum()).backward(), std::exception);
+    engine.zero_grad();
+  }
+}
+
 }  // namespace
 }  // namespace plumb

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "engine/impl.h"
+#include "engine/refill.h"
 #include "engine/saving.h"
 #include "save/folder.h"
 #include "save/support/folder.h"
@@ -276,6 +277,58 @@ TEST(GivenUp, StepsThatSomeRanksAloneGaveUpAreNamedByAll) {
       engine.load(path);
       EXPECT_EQ(engine.steps(), 0);
     });
+  }
+}
+
+TEST(Save, IntoOneFolderOfSeveralNamesIsOneRuns) {
+  const Scratch scratch;
+  std::filesystem::create_directories(scratch.path("a/b"));
+  std::filesystem::create_directory_symlink(scratch.path("a"), scratch.path("link"));
+  run_local(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, SGD{});
+    for (const char* name : {"a", "a/b/../../a", "link", "./a", "a/"}) {
+      EXPECT_NO_THROW(engine.save(scratch.path(name))) << name;
+    }
+    world.barrier();
+    EXPECT_EQ(save::checkpoints_in(scratch.path("a")).size(), 5u);
+  });
+}
+
+TEST(Background, IsBehindWhoeverTakesItsWeights) {
+  const Scratch scratch;
+  run_local(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, SGD{.lr = 1});
+    engine.save(scratch.path("all"));
+    train(engine, model, 1);
+    const at::Tensor then = model.parameters()[0].detach().clone();
+    engine.save_in_background(scratch.path("all"));
+    train(engine, model, 1);
+    engine.load_weights(scratch.path("all"));
+    EXPECT_TRUE(model.parameters()[0].equal(then)) << "those of the newest";
+  });
+}
+
+// At every moment of its rule: within its delay, beside skipped steps, before and after it grows.
+TEST(Save, HoldsTheLossScaleAsItIs) {
+  const Scratch scratch;
+  for (const int64_t delay : {0, 3}) {
+    const Options options{.loss_scale = LossScale{.initial = 64, .interval = 3, .hysteresis = 2, .delay = delay}};
+    Model model(3), other(8);
+    Engine engine(World(), model, SGD{}, options);
+    for (const bool bad : {false, false, true, false, false, true, true, false, false, false, false, false}) {
+      Engine second(World(), other, SGD{}, options);
+      second.load(engine.save(scratch.path("all"), {.keep = 1}));
+      Everything saved, found;
+      saved.add(engine);
+      found.add(second);
+      EXPECT_EQ(saved.difference(found), "") << delay;
+      EXPECT_EQ(words_of(engine.impl())[4].second.write(), words_of(second.impl())[4].second.write());
+      engine.backward(model.loss(ones(bad ? NAN : 1)).to(at::kFloat));
+      EXPECT_EQ(engine.step().skipped, bad);
+      engine.zero_grad();
+    }
   }
 }
 

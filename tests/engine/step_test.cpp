@@ -208,12 +208,14 @@ TEST(Step, OfDeterministicSharesIsTheirMeanWithTheShareWeight) {
   at::Tensor mean = at::zeros({50}, at::kDouble);
   for (int share = 0; share < kShares; ++share) mean += noise({50}, 10 + share) / kShares;
   at::Tensor first;
-  for (const std::string strategy : {"ddp", "zero2"}) {
+  for (const auto& [strategy, replicas] : {std::pair("ddp", 1), {"zero2", 1}, {"zero2", 2}, {"hsdp", 2}}) {
     for (const int ranks : {1, 2, 4}) {
+      if (ranks < replicas) continue;
       run_local(ranks, [&](World world) {
         at::Tensor weight = start.clone().requires_grad_();
         Options options;
         options.strategy = strategy;
+        options.mesh.replicate = replicas;
         options.deterministic = true;
         options.virtual_ranks = kShares;
         Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, options);

@@ -308,6 +308,20 @@ TEST(Trace, OneThatCannotBeWrittenAtItsEndLeavesWhatWasThere) {
   EXPECT_TRUE(std::filesystem::is_symlink(link));
 }
 
+// Nothing can be made beside it, as in a folder of somebody else's (root may; here its name is taken): it is written itself.
+TEST(Trace, IntoAFileThatNothingCanBeMadeBesideIsWrittenAsItLies) {
+  const Folder folder;
+  const std::string path = folder / "steps.json";
+  std::ofstream(path) << "old, and longer than nothing";
+  std::filesystem::create_directory(path + ".unfinished");
+  Alike net = build();
+  Engine engine(World(), net, SGD{.lr = 0.1});
+  Trace trace = engine.trace(path);
+  train(engine, net, 2);
+  trace.stop();
+  EXPECT_EQ(read(path).at({0, "steps"}).size(), 2u);
+}
+
 // ---- where time goes
 
 const Timeline::Moment zero{};
@@ -429,6 +443,20 @@ TEST(TimeSpentOn, WaitsOfEveryStepAreForWhoCameLastToThatOne) {
     EXPECT_NEAR(first.waited_for[1], 0.040 / 2, 1e-9) << track;
     EXPECT_NEAR(first.waited_for[2], 0.030 / 2, 1e-9) << track;
   }
+}
+
+// A rank's own update waits for nobody, whoever comes to a meeting meanwhile.
+TEST(TimeSpentOn, AnUpdateIsNoWait) {
+  const std::vector<Timeline::Event> events = {
+      span(tracks::program, doing::backward, 0, 50), span(tracks::program, doing::optimizer, 50, 100),
+      span(tracks::control, "facts", 10, 30), span(tracks::steps, "step 0", 100, 100)};
+  const std::vector<Timeline::Event> other = {span(tracks::control, "facts", 20, 30),
+                                              span(tracks::buckets, "bucket 0", 80, 90)};
+  std::vector<Timeline::Event> mine = events;
+  mine.push_back(span(tracks::buckets, "bucket 0", 60, 90));
+  const TimeSpent spent = time_spent(mine, zero, 0, {arrivals(mine, zero), arrivals(other, zero)});
+  EXPECT_NEAR(spent.optimizer, 0.050, 1e-9);
+  EXPECT_NEAR(spent.waited_for[1], 0.010, 1e-9) << "for its facts";
 }
 
 }  // namespace

@@ -69,6 +69,13 @@ TEST(BetweenSteps, IsWhereNoBackwardOfTheNextOneHasBegun) {
       EXPECT_TRUE(refuses());
       engine.zero_grad();
       EXPECT_TRUE(refuses()) << "it has begun all the same";
+      // Where the ranks tell each other what each of them finds, that is enough, unless something is still to come.
+      const auto looks = [&] { reducer.check_between_steps("loading", Reducer::Cleared::is_enough); };
+      EXPECT_NO_THROW(looks());
+      const auto sink = sink_of(a);
+      sink->put_off();
+      EXPECT_THAT(looks, ThrowsMessage<Error>(AllOf(HasSubstr("loading while"), HasSubstr("backward_dw()"))));
+      sink->made_up();
       engine.step();
       EXPECT_FALSE(refuses());
       {

@@ -298,6 +298,31 @@ TEST_F(Captured, StreamsWaitForEachOtherInsideTheGraph) {
   EXPECT_EQ(follow(1), Pair(1, 1));
 }
 
+// Those that take no part in it would be pulled into the graph, and the capture could not end.
+TEST_F(Captured, StreamsThatRunAreNotMadeToFollowAGraph) {
+  for (const int stream : {0, 1, 2}) add(stream);
+  capture(0, 7);
+  capture(2, 7);
+  EXPECT_EQ(follow(2), Pair(1, 1)) << "the other one that is captured, alone";
+  graphs.clear();
+  EXPECT_EQ(follow(2), Pair(1, 2));
+  capture(1, 7);
+  EXPECT_EQ(follow(2), Pair(1, 2)) << "what runs may be waited for by what is captured";
+}
+
+// A wait inside of the graph, one outside with nothing new, and again: an event of a graph is none of the stream's.
+TEST_F(Captured, EventsOfAGraphAreNotTakenForThoseThatRan) {
+  add(0);
+  for (const uint64_t graph : {7, 8}) {
+    capture(0, graph);
+    EXPECT_EQ(join(1), Pair(1, 1)) << "inside of graph " << graph;
+    EXPECT_EQ(join(2), Pair(0, 1)) << "the same event, of this graph";
+    graphs.clear();
+    EXPECT_EQ(join(1), Pair(1, 1)) << "after graph " << graph;
+    EXPECT_EQ(join(2), Pair(0, 1)) << "after graph " << graph;
+  }
+}
+
 TEST_F(Captured, EventsAreOfOneGraphOnly) {
   add(0);
   EXPECT_EQ(join(1), Pair(1, 1));

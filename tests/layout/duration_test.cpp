@@ -148,6 +148,64 @@ TEST(Duration, IsThatOfAPlainRecomputation) {
     RC_ASSERT(same(found.control, (B + 1) * message));
     RC_ASSERT(same(found.exposed, exposed));
     RC_ASSERT(same(found.step, F * (forward + backward) + exposed));
+    // One after the other: of every bucket, of what is gathered after the update, and of the norm; messages of the host by
+    // passes that reduce, not by backwards.
+    const double messages = in_units > 0 ? static_cast<double>(model.units.size()) + buckets : buckets;
+    double data_rounds = N > 1 ? B * messages * hops : 0;
+    if (cut(plan.row.state) && all > in_units) data_rounds += buckets * (S - 1);
+    if (load.norm && cut(plan.row.gradient)) data_rounds += 2 * (S - 1);
+    RC_ASSERT(static_cast<double>(found.data_rounds) == data_rounds);
+    RC_ASSERT(static_cast<double>(found.control_rounds) == (N > 1 ? (B + 1) * rounds : 0));
+  }));
+}
+
+// Where messages are dear, small neighbours share one as long as all of it fits; what is gathered after the update does not.
+TEST(Duration, OfSharedMessagesIsThatOfAPlainRecomputation) {
+  EXPECT_TRUE(rc::check("messages", [] {
+    ModelShape model;
+    const auto count = *rc::gen::inRange(0, 12);
+    for (int i = 0; i < count; ++i) model.units.push_back(*rc::gen::inRange<int64_t>(1, 200'000));
+    model.others = *rc::gen::inRange<int64_t>(count == 0 ? 1 : 0, 400'000);
+    model.largest = 1;
+    Plan plan;
+    plan.row = *rc::gen::elementOf(strategies());
+    plan.mesh = {*rc::gen::inRange(1, 4), *rc::gen::inRange(1, 6)};
+    plan.recipe = *rc::gen::element(kFloat32, kHalf);
+    plan.bucket_bytes = *rc::gen::element<int64_t>(10'000, 100'000, 300'000, 1'000'000);
+    const int64_t ranks = plan.mesh.replicate * plan.mesh.shard;
+    const auto cut = [&](Placement placement) { return placement == Placement::sharded && plan.mesh.shard > 1; };
+    const bool by_unit = cut(plan.row.parameter) && !model.units.empty();
+
+    std::vector<int64_t> all;
+    for (const int64_t unit : by_unit ? model.units : std::vector<int64_t>{})
+      all.push_back(unit * plan.recipe.gradient);
+    const size_t units = all.size();
+    for (int64_t rest = (by_unit ? model.others : model.params()) * plan.recipe.gradient; rest > 0;) {
+      all.push_back(std::min(rest, plan.bucket_bytes));
+      rest -= all.back();
+    }
+    for (const Carriage carriage : {Carriage::direct, Carriage::memory, Carriage::ring}) {
+      int64_t sent = 0, last = 0;
+      for (const int64_t bucket : all) {
+        const bool shares =
+            carriage != Carriage::ring && cut(plan.row.gradient) && sent > 0 && last + bucket <= 524'288;
+        last = shares ? last + bucket : bucket;
+        if (!shares) ++sent;
+      }
+      const Messages found = messages_of(model, plan, {}, carriage);
+      if (ranks == 1) {
+        RC_ASSERT(found.reductions == 0 && found.updates == 0);
+        continue;
+      }
+      RC_ASSERT(found.reductions == sent);
+      const auto whole = static_cast<int64_t>(all.size() - units);
+      RC_ASSERT(found.updates == (cut(plan.row.state) ? whole : 0));
+      const double shards = plan.mesh.shard, replicas = plan.mesh.replicate, bytes = static_cast<double>(last);
+      const double wanted = cut(plan.row.gradient)
+                                ? bytes * (shards - 1) / shards + 2 * bytes / shards * (replicas - 1) / replicas
+                                : 2 * bytes * static_cast<double>(ranks - 1) / static_cast<double>(ranks);
+      RC_ASSERT(std::abs(found.last_bytes - wanted) <= 1e-9 * bytes);
+    }
   }));
 }
 

@@ -163,5 +163,28 @@ TEST(Neighbours, OutliveTheirEngine) {
   EXPECT_TRUE(some.all[0].narrow(0, 0, 32).equal(before));
 }
 
+// Another order of the same memory is another gradient.
+TEST(Neighbours, WhoseGradientIsTurnedAreUpdatedByWhatItSays) {
+  std::vector<at::Tensor> all;
+  NamedTensors named;
+  for (int i = 0; i < 4; ++i) {
+    all.push_back((torch::arange(16, at::kFloat) * 0.3).sin().view({4, 4}).clone().requires_grad_());
+    named.emplace_back("p" + std::to_string(i), all.back());
+  }
+  Engine engine(World(), named, {}, NoOptimizer{});
+  Neighbours neighbours;
+  (all[0].square().sum() + all[1].square().sum() + all[2].square().sum() + all[3].square().sum()).backward();
+  engine.step();
+  all[1].mutable_grad() = all[1].grad().t();
+  size_t members = 0;
+  for (const Stretch& stretch : neighbours.lend(engine.impl().reducer->buckets()).all) {
+    for (const Stretch::Member& member : stretch.members) {
+      ++members;
+      EXPECT_TRUE(stretch.gradient.narrow(0, member.offset, member.numel).view({4, 4}).equal(member.parameter.grad()));
+    }
+  }
+  EXPECT_GE(members, 2u) << "the others";
+}
+
 }  // namespace
 }  // namespace plumb

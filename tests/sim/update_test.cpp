@@ -6,6 +6,7 @@
 
 #include "lane/lane.h"
 #include "plumb/plumb.h"
+#include "save/support/folder.h"
 #include "sim/support/support.h"
 
 namespace plumb::sim {
@@ -70,6 +71,42 @@ TEST(Updates, OnADeviceAreThoseOfTheCpuWhicheverGradientsCome) {
 }
 
 // The host's calls of operations on devices, by name, on this thread and those of its backwards.
+// A parameter that was not updated yet when a checkpoint was saved begins anew with it, as on the CPU.
+TEST(Updates, OnADeviceBeginAnewWithACheckpointThatHasNone) {
+  const test::Scratch scratch;
+  const auto run = [&](const World& world, c10::Device device) {
+    std::vector<at::Tensor> parameters;
+    NamedTensors named;
+    for (int i = 0; i < 2; ++i) {
+      parameters.push_back((torch::arange(10 + i, at::kFloat) * 0.3).sin().to(device).requires_grad_());
+      named.emplace_back("p" + std::to_string(i), parameters.back());
+    }
+    Engine engine(world, named, {}, AdamW{.lr = 0.05});
+    const auto train = [&](int steps, int count) {
+      for (int step = 0; step < steps; ++step) {
+        for (int i = 0; i < count; ++i) {
+          engine.deliver(parameters[i], (torch::arange(10 + i, at::kFloat) + step).cos().to(device));
+        }
+        engine.end_pass();
+        (void)engine.step();
+        engine.zero_grad();
+      }
+    };
+    train(2, 1);
+    const std::string path = engine.save(scratch.path(device.str().substr(0, 3)));
+    train(9, 2);
+    engine.load(path);
+    train(2, 2);
+    return std::vector{parameters[0].detach().cpu(), parameters[1].detach().cpu()};
+  };
+  const auto expected = run(World(), at::kCPU);
+  Session session(1);
+  std::vector<at::Tensor> found;
+  run_world(1, [&](World world) { found = run(world, device(0)); });
+  session.finish();
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(found[i].allclose(expected[i], 1e-5, 1e-6)) << i << found[i] << expected[i];
+}
+
 class Calls {
  public:
   Calls() {
