@@ -285,7 +285,7 @@ TEST(LinksOf, AGroupThatEndsWaitForNoMessageOfAnybody) {
       works.push_back(start());
     }
     std::future<void> ended = std::async(std::launch::async, [&] { links.reset(); });
-    const bool alone = ended.wait_for(std::chrono::seconds(60)) == std::future_status::ready;
+    const bool alone = ended.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
     EXPECT_TRUE(alone);
     for (const auto& message : messages) {
       if (!alone) message->given_up.set_value();

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <latch>
 #include <thread>
 
 #include "plumb/error.h"
@@ -91,11 +92,13 @@ TEST(Wire, MessagesOfSeveralThreadsTakeTurns) {
   setenv("PLUMB_SHAPE", "gbps=0.008", 1);  // a byte per microsecond
   Wire wire;
   unsetenv("PLUMB_SHAPE");
-  constexpr int64_t threads = 4, messages = 50'000, bytes = 1'000;
+  constexpr int64_t threads = 4, messages = 300'000, bytes = 1'000;
+  std::latch together(threads);
   const auto begin = std::chrono::steady_clock::now();
   std::vector<std::thread> all;
   for (int64_t i = 0; i < threads; ++i) {
     all.emplace_back([&] {
+      together.arrive_and_wait();
       for (int64_t sent = 0; sent < messages; ++sent) (void)wire.arrival(1, bytes);
     });
   }
