@@ -42,7 +42,16 @@ def test_a_graph_whose_arguments_are_not_the_functions_delivers_nothing(what: An
     assert "deliver_inside is False" in compiled._why_not(torch.fx.Graph())
 
 
+def anew() -> None:
+    """As in a process that has compiled nothing."""
+    import torch._dynamo
+
+    compiled._installed = compiled._kept_out = compiled._has_units = False
+    torch._dynamo.config.skip_nnmodule_hook_guards = True
+
+
 def behind_others() -> dict[str, Any]:
+    anew()
     import torch._functorch.config as functorch
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -93,6 +102,7 @@ OUTSIDE = {
 def kept_out() -> list[str]:
     import torch._dynamo.trace_rules as rules
 
+    anew()
     compiled._keep_out()
     traced = []
     for name, within in OUTSIDE.items():
@@ -110,20 +120,18 @@ def test_the_compiler_stays_out_of_what_steps_and_settles() -> None:
 
 def learns(order: str) -> list[Any]:
     """Guards look at hooks from where a model has units and the compiler is there, whichever came first."""
-    seen: list[Any] = []
+    anew()
     if order == "compiler":
-        import torch._dynamo
-
         compiled._install()
-        seen.append(torch._dynamo.config.skip_nnmodule_hook_guards)
-        compiled.forget_graphs()
     else:
         compiled.forget_graphs()
-        import torch._dynamo
-
+        torch._dynamo.config.skip_nnmodule_hook_guards = True  # whose settings come only now
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    if order == "compiler":
+        compiled.forget_graphs()
+    else:
         compiled._install()
-        seen.append(True)
-    return [*seen, torch._dynamo.config.skip_nnmodule_hook_guards]
+    return [before, torch._dynamo.config.skip_nnmodule_hook_guards]
 
 
 @pytest.mark.parametrize("order", ["compiler", "units"])
