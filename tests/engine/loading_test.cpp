@@ -141,14 +141,14 @@ TEST(Load, ReachesMastersOfParametersThatWereInOtherBuckets) {
         at::NoGradGuard no_grad;
         for (at::Tensor& p : parameters) p.mul_(2);
       }
-      weights_alone ? engine.load_weights(path) : engine.load(path);
-      for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(parameters[i].equal(saved[i])) << strategy << i;
       engine.save(scratch.path(strategy));  // others read masters from it
       for (const Sink& sink : engine.impl().reducer->sinks()) {
         const at::Tensor master = engine.impl().updater->memory_of(sink).master;
         const at::Tensor shows = sink.parameter.detach();
         EXPECT_TRUE(!master.defined() || master.to(at::kBFloat16).equal(shows)) << strategy << sink.name;
       }
+      weights_alone ? engine.load_weights(path) : engine.load(path);
+      for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(parameters[i].equal(saved[i])) << strategy << i;
       // A step that moves everything by some tenths shows what the masters were.
       (parameters[0].sum() + parameters[1].sum() + parameters[2].sum()).backward();
       engine.step();
