@@ -98,6 +98,7 @@ class Engine(Saving):
         module = model if isinstance(model, nn.Module) else None
         follows = module is not None and buffers is None
         units = _units.kept(units)
+        axes: Mesh | tuple[int, int] | None
         try:
             if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
                 world = self._fill(module, strategy, units, mesh, world)
