@@ -83,10 +83,18 @@ def test_what_ranks_may_have_of_their_own_is_not() -> None:
     assert [value for name, value in expected if name == "lr of the optimizer's group 1"] == [0.1]
 
 
+def linear() -> nn.Linear:
+    """The same everywhere: ranks that are threads share torch's generator."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-0.5, 0.75, p.numel()).view_as(p))
+    return model
+
+
 def moves_a_parameter() -> list[str]:
     """Between two steps, on one rank."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(linear(), linear())
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
     said = []
     with plumb.Engine(model, optimizer) as engine:
@@ -173,9 +181,7 @@ def left_by_its_exception(strategy: str, masters: bool) -> list[list[float]]:
     """The optimizer's own step threw, and nobody told the engine: what comes next begins anew."""
     ends = []
     for then in ("a step", "a closure", "a save"):
-        torch.manual_seed(1)
-        model = nn.Linear(2, 2)
-        model = model.bfloat16() if masters else model
+        model = linear().bfloat16() if masters else linear()
         optimizer = Throws(model.parameters(), lr=0.1)
         own = [id(p) for p in model.parameters()]
         with plumb.Engine(model, optimizer, strategy=strategy, master_weights=masters) as engine:
@@ -211,8 +217,7 @@ def test_a_step_that_threw_out_of_the_optimizer_itself_has_ended_when_the_next_b
 
 def interrupted_before(strategy: str, where: str) -> list[float]:
     """On one rank, before its step has begun: it takes that step at its second call."""
-    torch.manual_seed(1)
-    model = nn.Linear(2, 2)
+    model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with plumb.Engine(model, optimizer, strategy=strategy) as engine:
         pending = [engine.world.rank == 1]
@@ -239,8 +244,7 @@ def interrupted_before(strategy: str, where: str) -> list[float]:
 
 @pytest.mark.parametrize(("strategy", "where"), [("zero2", "a hook"), ("zero2", "a closure"), ("ddp", "a closure")])
 def test_what_threw_before_a_step_began_has_left_none(strategy: str, where: str) -> None:
-    torch.manual_seed(1)
-    twin = nn.Linear(2, 2)
+    twin = linear()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for _ in range(2):
         twin.zero_grad()
