@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import plumb
+from plumb.replaced import Replaced
 from stage import WIDTH, Block, make
 
 
@@ -141,3 +142,16 @@ def test_of_several_places_that_were_given_something_else_each_is_looked_at() ->
     model.first.weight = nn.Parameter(model.first.weight.detach().clone())
     with pytest.raises(plumb.Error, match="parameter 'first.weight' was replaced"):
         engine.step()
+
+
+def test_where_an_optimizer_is_asked_only_what_it_updates_counts() -> None:
+    """As under a wrapper, whose optimizer is the user's: what nobody steps, nobody trains apart."""
+    model = make()
+    replaced = Replaced(model.named_parameters(), 3)
+    assert not replaced
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    assert replaced
+    replaced.check({id(model.last.bias)})
+    for stepped in ({id(model.last.weight), id(model.last.bias)}, None):
+        with pytest.raises(plumb.Error, match="rank 3: parameter 'last.weight' was replaced"):
+            replaced.check(stepped)
