@@ -327,3 +327,21 @@ def a_narrower_dtype_to_reduce_in_is_taken_as_the_parameters_own() -> None:
 @pytest.mark.parametrize("name", case.all)
 def test_fully_shard_init(name: str) -> None:
     case.check(name)
+
+
+def without_memory_on_one_rank() -> str:
+    dist.init_process_group("gloo")
+    model = mlps(count=2)
+    if dist.get_rank() == 1:
+        model = model.to("meta")
+    shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        model._get_fsdp_state()._lazy_init()  # as programs do before a first forward
+    except plumb.Error as error:
+        return str(error)
+    return "built"
+
+
+def test_what_one_rank_cannot_build_is_said_on_every_rank() -> None:
+    for said in plumb.spawn(without_memory_on_one_rank, 2):
+        assert "should be materialized from meta device" in said, said
