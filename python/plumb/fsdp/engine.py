@@ -204,8 +204,7 @@ class Engine:
         if self._backwards > 1:
             return
         for one in self.parameters:
-            if one.narrowed:
-                one.write_back()
+            one.write_back()
             one.enter()
 
     def end_backward(self, good: bool) -> None:
@@ -219,6 +218,8 @@ class Engine:
         for unit in self.units:
             if unit.entered == 0:
                 unit.reshard()
+        for one in self.parameters:
+            one.bring_up_to_date()
         touched, self._touched = self._touched, []
         for one in sorted(touched, key=self.parameters.index):
             if not good or one.sharded.grad is None:

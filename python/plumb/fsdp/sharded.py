@@ -27,11 +27,6 @@ from .parallel import Parallel, part_of
 _BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put a gradient
 
 
-def version(tensor: Any) -> int:
-    """Moves with every change in place: through the DTensor, or through its rows on this rank."""
-    return _C.versions([tensor, tensor._local_tensor])
-
-
 def sharded_of(parameter: torch.Tensor) -> "Sharded | None":
     """Of what a parameter that was whole once is the leaf. Weakly: the engine keeps leaves, and must not keep itself."""
     known = getattr(parameter, "_plumb_sharded", None)
@@ -191,7 +186,8 @@ class Sharded:
         self.moved: Any = _nobody  # is told when what the user sees becomes another tensor
         self.factor = 1.0  # of this rank's contributions
         self._piece: torch.Tensor | None = None  # of the leaf's gradient
-        self._shown: DTensor | None = None  # the same as the user sees it
+        self._shown: DTensor | None = None  # the same as the user sees it, one tensor as long as there is one gradient
+        self._seen: torch.Tensor | None = None  # what that held when it was brought up to date, where it is a copy
         self._assigned: DTensor | None = None  # by the user, where there was no piece
         self._trains = parameter.requires_grad  # what the leaf and the DTensor agreed about last
         self._hook: Any = None
@@ -331,8 +327,7 @@ class Sharded:
         """In any bit from what forwards gather."""
         if not self.apart or self.memory is None:
             return False
-        seen = self.cut.flat(self.local.detach().to(self.compute)).contiguous()
-        return not torch.equal(seen.view(torch.uint8), self.memory.detach().view(torch.uint8))
+        return not self._same_bits(self.local.to(self.compute), self._rows)
 
     def join(self) -> None:
         """Before a step, when all is published: the user's rows are those that forwards gather, where they can be."""
@@ -389,10 +384,12 @@ class Sharded:
                 return self._assigned
             self._piece = self._assigned = None
             return self.gradient()
-        if piece is self._piece and self._shown is not None and not self.narrowed:
+        if piece is self._piece and self._shown is not None:
+            self.write_back()
+            self.bring_up_to_date()
             return self._shown
-        self.write_back()
-        self._piece, self._shown = piece, None if piece is None else self._show(piece)
+        self._piece = piece
+        self._shown = None if piece is None else self._show(piece)
         return self._shown
 
     @property
@@ -411,9 +408,10 @@ class Sharded:
         self.set_gradient(own if before is None else before + own)
 
     def _show(self, piece: torch.Tensor) -> DTensor:
-        shown = DTensor(self._numbers(piece).to(self.dtype), self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        self._version = version(shown)
-        return shown
+        with torch.inference_mode(False):
+            rows = self._numbers(piece).to(self.dtype)
+            self._seen = rows.clone() if self.narrowed else None
+            return DTensor(rows, self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _numbers(self, piece: torch.Tensor) -> torch.Tensor:
         return self.cut.shaped(_C.unmarked(piece), self.local.shape)
@@ -423,17 +421,36 @@ class Sharded:
         """The gradient is kept in a wider dtype than the user sees it in, which is a copy then."""
         return self._piece is not None and self._piece.dtype != self.dtype
 
+    @property
+    def _shows_a_copy(self) -> bool:
+        return self._seen is not None and self._shown is not None and self.leaf is not None and self.leaf.grad is self._piece is not None
+
     def write_back(self) -> None:
-        """What the user changed in a copy is the gradient."""
-        if not self.narrowed or self._shown is None or self._assigned is not None or self._piece is None:
+        """What the user changed in a copy is the gradient. Bits are compared: torch counts not every change (``.data``)."""
+        if not self.narrowed or not self._shows_a_copy:
             return
-        if self.leaf is None or self.leaf.grad is not self._piece:
+        assert self._piece is not None and self._shown is not None and self._seen is not None
+        mine = self._shown._local_tensor.detach()
+        if self._same_bits(mine, self._seen):
             return
-        if version(self._shown) == self._version:
+        with torch.inference_mode(False), torch.no_grad():
+            self._numbers(self._piece).copy_(mine)
+            self._seen.copy_(mine)
+
+    def bring_up_to_date(self) -> None:
+        """A copy that the user may hold follows the gradient, after ``write_back``."""
+        if not self.narrowed or not self._shows_a_copy:
             return
-        with torch.no_grad():
-            self._numbers(self._piece).copy_(self._shown._local_tensor)
-        self._version = version(self._shown)
+        assert self._piece is not None and self._shown is not None and self._seen is not None
+        with torch.inference_mode(False), torch.no_grad():
+            now = self._numbers(self._piece).to(self.dtype)
+            if not self._same_bits(now, self._seen):
+                self._shown._local_tensor.copy_(now)
+                self._seen.copy_(now)
+
+    def _same_bits(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        first, second = (self.cut.flat(rows.detach()).contiguous().view(torch.uint8) for rows in (one, other))
+        return torch.equal(first, second)
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
         if value is not None and value is self._shown:
