@@ -27,6 +27,11 @@ from .parallel import Parallel, part_of
 _BY_AUTOGRAD: Any = torch._C.TensorBase.grad  # where autograd itself would put a gradient
 
 
+def version(tensor: Any) -> int:
+    """Moves with changes in place that torch counts: through the DTensor, or through its rows on this rank."""
+    return _C.versions([tensor, tensor._local_tensor])
+
+
 def sharded_of(parameter: torch.Tensor) -> "Sharded | None":
     """Of what a parameter that was whole once is the leaf. Weakly: the engine keeps leaves, and must not keep itself."""
     known = getattr(parameter, "_plumb_sharded", None)
@@ -63,6 +68,13 @@ class ShardedParameter(DTensor):
     @grad.deleter
     def grad(self) -> None:
         self._sharded.set_gradient(None)
+
+    def detach(self) -> Any:
+        """What is written into its rows (``to_local()``), in state dicts as well, is counted with this parameter's."""
+        seen: Any = super().detach()
+        if torch._C._functorch.peek_interpreter_stack() is None and not torch.compiler.is_compiling():
+            seen._local_tensor = self._local_tensor.detach()
+        return seen
 
     @property
     def data(self) -> torch.Tensor:
@@ -227,6 +239,8 @@ class Sharded:
         flat = self.cut.flat(rows.detach())
         if flat.data_ptr() != rows.data_ptr():  # optimizers update them as they lie in memory
             parameter._local_tensor = self.cut.shaped(flat, rows.shape)
+        if self.memory is not None and not self.apart and parameter._local_tensor.data_ptr() != self.local.data_ptr():
+            self._live_in(self.memory.detach().clone())  # what was read from the old parameter does not follow the new one
         parameter.__class__ = ShardedParameter  # type: ignore[assignment]
         parameter._sharded = self  # type: ignore[attr-defined]
         self.sharded: Any = parameter
@@ -301,8 +315,14 @@ class Sharded:
         self.memory = memory
         self._rows = self.cut.shaped(memory, self.local.shape)
         if self.dtype == self.compute:
-            self.sharded._local_tensor = self._rows
+            self._live_in(memory)
         self.moved()
+
+    def _live_in(self, memory: torch.Tensor) -> None:
+        """The rows lie in ``memory`` from now on, which holds the same, and with them all that shares their storage: state dicts, views."""
+        if not _C.move_rows(self.local, memory):
+            self.sharded._local_tensor = self.cut.shaped(memory, self.local.shape)
+            self.moved()
 
     def follow(self) -> None:
         """Where one rank holds everything, an update may move the leaf: the rows are it."""
@@ -313,15 +333,13 @@ class Sharded:
     @property
     def apart(self) -> bool:
         """What the user sees is not what forwards gather, which is in another dtype, or read by ranks that still evaluate."""
-        return self.memory is not None and self.local is not self._rows
+        return self.memory is not None and self.local.data_ptr() != self._rows.data_ptr()
 
     def part(self) -> None:
         """Before a forward that no backward follows: the user may write while other ranks, which read in place, still run theirs."""
         if self.memory is None or self.apart or self.local.device.type != "cpu":
             return
-        with torch.no_grad():
-            self.sharded._local_tensor = self._rows.clone()
-        self.moved()
+        self._live_in(self.memory.detach().clone())
 
     def differs(self) -> bool:
         """In any bit from what forwards gather."""
@@ -332,8 +350,8 @@ class Sharded:
     def join(self) -> None:
         """Before a step, when all is published: the user's rows are those that forwards gather, where they can be."""
         if self.apart and self.dtype == self.compute:
-            self.sharded._local_tensor = self._rows
-            self.moved()
+            assert self.memory is not None
+            self._live_in(self.memory)
 
     def publish(self) -> None:
         """What was written into the rows is what forwards will gather."""
@@ -411,7 +429,9 @@ class Sharded:
         with torch.inference_mode(False):
             rows = self._numbers(piece).to(self.dtype)
             self._seen = rows.clone() if self.narrowed else None
-            return DTensor(rows, self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            shown = DTensor(rows, self.sharded._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self._version = version(shown)
+        return shown
 
     def _numbers(self, piece: torch.Tensor) -> torch.Tensor:
         return self.cut.shaped(_C.unmarked(piece), self.local.shape)
@@ -426,16 +446,21 @@ class Sharded:
         return self._seen is not None and self._shown is not None and self.leaf is not None and self.leaf.grad is self._piece is not None
 
     def write_back(self) -> None:
-        """What the user changed in a copy is the gradient. Bits are compared: torch counts not every change (``.data``)."""
+        """What the user changed in a copy is the gradient.
+
+        Bits are compared, as torch counts not every change (``.data``). Those it counted are counted on, which every rank does or none.
+        """
         if not self.narrowed or not self._shows_a_copy:
             return
         assert self._piece is not None and self._shown is not None and self._seen is not None
-        mine = self._shown._local_tensor.detach()
-        if self._same_bits(mine, self._seen):
+        mine, counted = self._shown._local_tensor.detach(), version(self._shown) != self._version
+        if not counted and self._same_bits(mine, self._seen):
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._numbers(self._piece).copy_(mine)
+            numbers = self._numbers(self._piece)
+            (numbers if counted else numbers.data).copy_(mine)
             self._seen.copy_(mine)
+        self._version = version(self._shown)
 
     def bring_up_to_date(self) -> None:
         """A copy that the user may hold follows the gradient, after ``write_back``."""
@@ -447,6 +472,7 @@ class Sharded:
             if not self._same_bits(now, self._seen):
                 self._shown._local_tensor.copy_(now)
                 self._seen.copy_(now)
+                self._version = version(self._shown)
 
     def _same_bits(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         first, second = (self.cut.flat(rows.detach()).contiguous().view(torch.uint8) for rows in (one, other))
