@@ -266,6 +266,71 @@ def what_was_read_outlives_the_model() -> None:
     assert all(not whole(value).any() for value in held.values())
 
 
+@case
+def what_foreach_writes_is_seen_by_the_next_forward() -> None:
+    """By one, by whatever is over the same rows, also where one rank has no rows, or gets the numbers it had."""
+
+    def program(shards: Any, how: Any, read: Any, often: int) -> list[torch.Tensor]:
+        model = built(shards, **how)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.25)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        kept = read(model)
+        seen = []
+        for i in range(4):
+            train(model, optimizer)
+            for _ in range(often):
+                with torch.no_grad():
+                    torch._foreach_mul_(kept if i % 2 == 0 else read(model), 0.5)
+                seen.append(evaluate(model))
+        return [torch.tensor(seen), *numbers(list(model.parameters()))]
+
+    for policy, how in policies.items():
+        for what in ("parameters", "state dict", "detach"):
+            for often in (1, 2):
+                read = readers.get(what, lambda model: list(model.parameters()))
+                alike(*(program(shards, how, read, often) for shards in (plumb.fully_shard, torchs)), f"{policy} {what}")
+
+
+@case
+def ranks_whose_rows_foreach_does_not_change_wait_for_the_others() -> None:
+    for how in policies.values():
+        torch.manual_seed(0)
+        model = plumb.fully_shard(nn.Linear(4, 2, bias=False), **how)
+        with torch.no_grad():
+            model.weight.copy_(DTensor.from_local(torch.full((1, 4), float(dist.get_rank())), model.weight.device_mesh, [Shard(0)]))
+        evaluate(model)
+        model(torch.ones(2, 4)).sum().mul(0).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for _ in range(3):
+            with torch.no_grad():
+                torch._foreach_mul_([model.weight], 0.5)
+            seen = evaluate(model)
+        assert seen == 2 * 4 * 0.5**3
+
+
+@case
+def foreach_counts_what_its_siblings_count() -> None:
+    model = built(plumb.fully_shard)
+    parameter = next(model.parameters())
+    before = parameter._version
+    with torch.no_grad():
+        torch._foreach_mul([parameter], 2.0)
+        assert parameter._version == before
+        for i, write in enumerate((
+            lambda: torch._foreach_mul_([parameter.detach()], 1.0),
+            lambda: torch._foreach_add_([parameter], [parameter.clone()], alpha=0),
+            lambda: torch._foreach_lerp_([parameter], [parameter.clone()], 0.5),
+            lambda: torch._foreach_zero_([parameter]),
+        )):
+            write()
+            assert parameter._version == before + i + 1
+    plain = torch.ones(3)
+    torch._foreach_mul_([plain], 2.0)
+    assert plain._version == 1 and torch.equal(plain, torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize("name", case.all)
 def test_fully_shard_aliases(name: str) -> None:
     case.check(name)
