@@ -24,6 +24,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.settings = digest_of(compared);
   mine.weight = weights_.sum();
   mine.weighted = weights_.count();
+  weights_.ask(mine);
   mine.late = std::move(late);
   for (const Bucket& bucket : buckets_) mine.idle.push_back(bucket.idle());
   for (const Sink& sink : sinks()) mine.used.push_back(sink.grad().defined() || sink.contributed);
@@ -36,6 +37,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   const auto units = gathering.lock();
   if (units) mine.gathers = units->settle();
   Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
+  weights_.hear(all);
   if (units && all.any.gathers != all.every.gathers) units->explain(here(kind, "the gathers that differ"));
   check_settings(team_.control(), team_.rank(), compared, all, here(kind, "the settings that differ"));
   return all;

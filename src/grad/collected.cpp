@@ -10,7 +10,10 @@ at::Tensor Collected::accept(const OpenPass& pass, Sink& sink, const at::Tensor&
   at::NoGradGuard no_grad;
   Bucket& bucket = buckets_.of(sink);
   if (!collects(pass)) {
-    if (gradient.defined() && sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
+    if (gradient.defined()) {
+      take_in(sink);
+      if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
+    }
     return gradient;
   }
   if (!gradient.defined()) return {};
@@ -44,6 +47,7 @@ GradTarget Collected::open_fused(const OpenPass* pass, Sink& sink) {
     sink.unscaled = true;
     return {place, sink.collected > 0};
   }
+  take_in(sink);
   if (sink.grad_in_bucket() && stays_in_bucket()) return open_apart(sink, bucket);
   // Held on this rank, whole, until the next reduction.
   if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
@@ -70,11 +74,16 @@ void Collected::wrote_fused(const OpenPass* pass, Sink& sink) {
   }
 }
 
-// It belongs to the piece that was there: where that was cleared or replaced, it goes with it.
+void Collected::take_in(Sink& sink) {
+  if (sink.piece_elsewhere()) sink.take_in_piece();
+}
+
+// It belongs to the piece that was there: where that was cleared or replaced by a whole gradient, it goes with it.
 at::Tensor Collected::take_apart(Sink& sink) {
   at::Tensor apart = std::exchange(sink.apart, {});
-  if (!apart.defined() || !sink.grad_in_bucket()) return {};
-  if (!sink.changed_in_place()) return apart;
+  const bool elsewhere = sink.piece_elsewhere();
+  if (!apart.defined() || !(sink.grad_in_bucket() || elsewhere)) return {};
+  if (!elsewhere && !sink.changed_in_place()) return apart;
   throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
                                 "' was changed in place while a weight gradient that was put off waits to be added to "
                                 "it; run a backward, or step(), between the two");

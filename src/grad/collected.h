@@ -26,6 +26,9 @@ class Collected : public Summing {
   // mean yet. Then it stays, and what comes between two passes lies apart.
   virtual bool stays_in_bucket() const = 0;
 
+  // A piece of the user's own, if .grad is one, becomes what the bucket holds: before more is added to it.
+  virtual void take_in(Sink& sink);
+
   at::Tensor place_of(Bucket& bucket, const Sink& sink) const {
     return view_in(bucket.incoming.sum, sink.slot.offset, sink);
   }

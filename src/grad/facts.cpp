@@ -29,7 +29,7 @@ std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
 }
 
 // The words before the bits: those in which all ranks must agree first.
-constexpr size_t kAlike = 6, kHead = 11;
+constexpr size_t kAlike = 6, kHead = 13;
 constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
 
 std::string told(const std::vector<std::string>& names, const Facts& facts) {
@@ -69,8 +69,19 @@ void check_in_step(int rank, const std::vector<std::string>& names, const std::v
 }  // namespace
 
 std::vector<int64_t> Facts::pack() const {
-  std::vector<int64_t> words = {
-      static_cast<int64_t>(kind), step, pass, newcomers, rules, writes, failed, settings, gathers, weighted, absent};
+  std::vector<int64_t> words = {static_cast<int64_t>(kind),
+                                step,
+                                pass,
+                                newcomers,
+                                rules,
+                                writes,
+                                failed,
+                                settings,
+                                gathers,
+                                weighted,
+                                absent,
+                                held,
+                                there};
   pack_bits(late, words);
   pack_bits(idle, words);
   for (const auto bits : kByParameter) pack_bits(this->*bits, words);
@@ -90,6 +101,8 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.gathers = words[8];
   facts.weighted = words[9];
   facts.absent = words[10] != 0;
+  facts.held = words[11] != 0;
+  facts.there = words[12] != 0;
   words = words.subspan(kHead);
   facts.late = unpack_bits(words, buckets);
   facts.idle = unpack_bits(words, buckets);

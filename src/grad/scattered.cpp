@@ -24,16 +24,17 @@ void Scattered::open_pass(const OpenPass& pass, int64_t /*number*/, std::deque<S
   if (collects(pass) || !crosses()) return;
   at::NoGradGuard no_grad;
   for (Sink& sink : sinks) {
-    if (!sink.grad_in_bucket()) continue;
+    if (!sink.grad_in_bucket() && !sink.piece_elsewhere()) continue;
     Bucket& bucket = buckets_.of(sink);
     bucket.lanes.begin_part(bucket.device(), sink.index);
     at::Tensor apart;
     try {
       apart = take_apart(sink);
+      take_in(sink);
     } catch (...) {
       note_failure();
     }
-    sink.make_whole(bucket.kept, team_.mesh().shard);
+    if (sink.grad_in_bucket()) sink.make_whole(bucket.kept, team_.mesh().shard);
     if (apart.defined()) sink.grad().add_(apart);
     bucket.lanes.end_part(bucket.device(), sink.index);
   }

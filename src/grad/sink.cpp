@@ -190,15 +190,22 @@ void Sink::hand_over(const at::Tensor& place, double scale) {
   if (!grad_is_piece()) {
     collect(mine, place, scale);
     mine.reset();
-  } else if (view.defined() && mine.sizes() == view.sizes()) {
-    view.copy_(unmarked(mine));
-    keep_for_current(mine);
-    mine = shown;
   } else {
+    take_in_piece();
+  }
+}
+
+void Sink::take_in_piece() {
+  at::NoGradGuard no_grad;
+  at::Tensor& mine = grad();
+  if (!view.defined() || mine.sizes() != view.sizes()) {
     throw Error(c10::str("the gradient of parameter '", name, "' has shape ", mine.sizes(), "; expected ",
                          parameter.sizes(), ", the parameter's",
                          view.defined() ? c10::str(", or ", view.sizes(), ", this rank's piece of it") : ""));
   }
+  view.copy_(unmarked(mine));
+  keep_for_current(mine);
+  mine = shown;
 }
 
 void Sink::make_whole(const Range& piece, double copies) {

@@ -71,6 +71,8 @@ struct Sink {
     return grad_in_bucket() || (grad().defined() && view.defined() && grad().has_storage() && view.numel() > 0 &&
                                 grad().const_data_ptr() == view.const_data_ptr() && grad().sizes() == view.sizes());
   }
+  // The user's own piece: computed of the one that is shown, say.
+  bool piece_elsewhere() const { return grad_elsewhere() && grad_is_piece(); }
   // A neighbour's rule asks the bucket for a wider dtype than this leaf's gradients have.
   bool view_is_wider() const { return view.defined() && view.scalar_type() != rule.bucket; }
 
@@ -106,6 +108,8 @@ struct Sink {
   void collect_apart(const at::Tensor& gradient, at::ScalarType dtype);
   // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
   void hand_over(const at::Tensor& place, double scale);
+  // The user's own piece in .grad becomes the one that is shown.
+  void take_in_piece();
   // Makes a piece a whole tensor again, such that the mean over the ranks gives the piece back: `copies` is how many
   // ranks would contribute, over how many of them hold this piece.
   void make_whole(const Range& piece, double copies);

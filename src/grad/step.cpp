@@ -66,7 +66,7 @@ void Reducer::weigh(double weight) {
   if (first) weights_.begin_pass();
   check_weighed_alike(*pass_);
   // Later ones of a pass do not look: its gradients may be on their way.
-  if (first) weights_.join(sinks());
+  if (first) weights_.join(sinks(), pass_->sync);
   weights_.weigh(weight);
 }
 

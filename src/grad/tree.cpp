@@ -27,9 +27,7 @@ int sums_after(int64_t leaf, int64_t begin, int64_t end) {
 }
 
 // In place, or as a piece that was computed of the one that is shown.
-bool was_changed(const Sink& sink) {
-  return sink.changed_in_place() || (sink.grad_elsewhere() && sink.grad_is_piece());
-}
+bool was_changed(const Sink& sink) { return sink.changed_in_place() || sink.piece_elsewhere(); }
 
 }  // namespace
 
@@ -43,15 +41,26 @@ at::Tensor Tree::memory_for(const Bucket& bucket) {
 // the next share.
 void Tree::open_pass(const OpenPass&, int64_t number, std::deque<Sink>& sinks) {
   at::NoGradGuard no_grad;
-  if (number == 1) return;
-  for (const Sink& sink : sinks) {
-    if (was_changed(sink)) {
-      throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
-                                    "' was changed in place between two backwards of one deterministic step, whose "
-                                    "shares are summed at step(); scale the loss, or clear gradients with zero_grad()");
+  for (Sink& sink : sinks) {
+    if (number == 1) {
+      take_in(sink);
+      continue;
     }
+    check_unchanged(sink);
     if (!sink.grad_in_bucket()) forget_shares(sink);
   }
+}
+
+void Tree::check_unchanged(const Sink& sink) const {
+  if (!was_changed(sink)) return;
+  throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
+                                "' was changed in place between two backwards of one deterministic step, whose "
+                                "shares are summed at step(); scale the loss, or clear gradients with zero_grad()");
+}
+
+void Tree::take_in(Sink& sink) {
+  if (!buckets_.of(sink).incoming.shares.empty()) check_unchanged(sink);
+  Collected::take_in(sink);
 }
 
 void Tree::forget_shares(const Sink& sink) {

@@ -26,6 +26,8 @@ class Tree final : public Collected {
   bool stays_in_bucket() const override { return true; }
   at::Tensor memory_for(const Bucket& bucket) override;
   void arrived(Bucket& bucket, const Where& where) override;
+  void take_in(Sink& sink) override;
+  void check_unchanged(const Sink& sink) const;
   void forget_shares(const Sink& sink);
   void show(Bucket& bucket);
   void reduce(Bucket& bucket, const Where& where);

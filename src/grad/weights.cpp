@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
+#include "grad/piece.h"
 #include "plumb/error.h"
 
 namespace plumb {
@@ -15,6 +17,10 @@ bool any_defined(const std::deque<Sink>& sinks) {
   return std::ranges::any_of(sinks, [](const Sink& sink) { return sink.grad().defined(); });
 }
 
+bool any_piece(const std::deque<Sink>& sinks) {
+  return std::ranges::any_of(sinks, [](const Sink& sink) { return sink.grad().defined() && sink.grad_is_piece(); });
+}
+
 }  // namespace
 
 // Small ones first: one is enough, and mostly it is among them.
@@ -23,7 +29,7 @@ bool Weights::holds(const std::deque<Sink>& sinks) const {
   const auto holds = [&](const Sink& sink) {
     if (!sink.grad().defined()) return false;
     const at::Tensor& gradient = sink.grad_in_bucket() ? sink.view : sink.grad();
-    return zeroed_ == Zeroed::is_kept || gradient.detach().ne(0).any().item<bool>();
+    return zeroed_ == Zeroed::is_kept || unmarked(gradient).detach().ne(0).any().item<bool>();
   };
   const auto is_small = [](const Sink& sink) { return sink.parameter.numel() <= small_numel; };
   return std::ranges::any_of(sinks, [&](const Sink& sink) { return is_small(sink) && holds(sink); }) ||
@@ -42,7 +48,7 @@ void Weights::begin_pass() {
   before_ = sum_;
 }
 
-void Weights::join(const std::deque<Sink>& sinks) {
+void Weights::join(const std::deque<Sink>& sinks, OpenPass::Sync sync) {
   const bool there = holds(sinks);
   if (!counts_ && there) {
     throw Error(
@@ -51,7 +57,25 @@ void Weights::join(const std::deque<Sink>& sinks) {
         "by hand); clear them with zero_grad() first");
   }
   // They were cleared, and what they weighed with them.
-  if ((held_ && !there) || (known_ && !any_defined(sinks))) sum_ = before_ = 0;
+  if (known_ && !any_defined(sinks)) {
+    sum_ = before_ = 0;
+  } else if (sync == OpenPass::Sync::reduced && zeroed_ == Zeroed::is_cleared && any_piece(sinks)) {
+    asks_ = true;
+    there_ = there;
+  } else if (held_ && !there) {
+    sum_ = before_ = 0;
+  }
+}
+
+void Weights::ask(Facts& mine) const {
+  mine.held = asks_ && held_;
+  mine.there = asks_ && there_;
+}
+
+void Weights::hear(const Agreement& all) {
+  if (!std::exchange(asks_, false) || !all.any.held || all.any.there) return;
+  sum_ -= before_;
+  before_ = 0;
 }
 
 void Weights::weigh(double weight) {

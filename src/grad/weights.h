@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "grad/facts.h"
+#include "grad/pass.h"
 #include "grad/sink.h"
 
 namespace plumb {
@@ -21,8 +22,10 @@ class Weights {
   // once, well or not.
   void begin_pass();
   // Before it brings a gradient: are those there that earlier weights stand for? Whoever clears them need not tell. An
-  // Error if others are.
-  void join(const std::deque<Sink>& sinks);
+  // Error if others are. Of pieces one rank does not know: where the pass is reduced, all ranks find out together.
+  void join(const std::deque<Sink>& sinks, OpenPass::Sync sync);
+  void ask(Facts& mine) const;
+  void hear(const Agreement& all);
   // A backward of it is of a sum over `weight` things.
   void weigh(double weight);
   void end_pass(const std::deque<Sink>& sinks);
@@ -49,6 +52,8 @@ class Weights {
   double factor_ = 1;    // see take_factor()
   bool held_ = false;    // gradients were there when the last of them ended
   bool known_ = false;   // and some .grad was, though of zeros, or of no element on this rank
+  bool there_ = false;   // this rank's piece of some when the open pass began
+  bool asks_ = false;    // whether they are everybody's to tell
 };
 
 }  // namespace plumb

@@ -254,6 +254,36 @@ TEST(Deterministic, AGradientClearedAloneBetweenStepsBeginsAnew) {
   }
 }
 
+// In place or as another tensor, between two steps: the next shares are added to what it is then.
+TEST(Deterministic, AGradientThatIsKeptOverAStepMayBeScaled) {
+  for (const Strategy& row : strategies()) {
+    for (const bool anew : {false, true}) {
+      for (const bool both : {false, true}) {
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(row.name, anew ? ", anew" : ", in place", both ? ", both" : ""));
+          at::Tensor a = at::zeros({7}).requires_grad_(), b = at::zeros({3}).requires_grad_();
+          Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{},
+                        {.strategy = row.name, .deterministic = true, .virtual_ranks = 4});
+          double wanted_a = 0, wanted_b = 0;
+          for (int step = 1; step <= 3; ++step) {
+            for (int share = 0; share < 2; ++share) ((a.sum() + b.sum()) * (world.rank() + 1)).backward();
+            engine.step();
+            wanted_a += 3;
+            wanted_b += 3;
+            EXPECT_TRUE(engine.full_gradient(a).eq(wanted_a).all().item<bool>()) << engine.full_gradient(a);
+            EXPECT_TRUE(engine.full_gradient(b).eq(wanted_b).all().item<bool>()) << engine.full_gradient(b);
+            for (at::Tensor* one : {&a, &b}) {
+              if (one == &b && !both) break;
+              anew ? one->mutable_grad() = one->grad() * 0.5 : one->mutable_grad().mul_(0.5);
+              (one == &a ? wanted_a : wanted_b) *= 0.5;
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
 TEST(Deterministic, NobodyIsAnsweredForAllRanksBeforeTheStep) {
   for (const std::string strategy : {"ddp", "zero2"}) {
     run_local(2, [&](World world) {

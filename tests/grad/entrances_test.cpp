@@ -242,9 +242,11 @@ class Drawn {
       for (size_t i = 0; i < kinds.size(); ++i) set_all(i, {});
     } else if (what == 7) {
       if (waits_ && strategy_ == "hsdp") return;  // refused: what waits would not be scaled
+      const bool anew = random_() % 2 == 0;
+      told_ += anew ? "a" : "";
       for (size_t i = 0; i < kinds.size(); ++i) {
         at::Tensor& gradient = named_[i].second.mutable_grad();
-        if (gradient.defined()) gradient.detach().mul_(0.5);
+        if (gradient.defined()) anew ? gradient = gradient.detach() * 0.5 : gradient.detach().mul_(0.5);
         for (at::Tensor& sum : gradients_[i]) {
           if (sum.defined()) sum = sum * 0.5;
         }

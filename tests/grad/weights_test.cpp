@@ -4,6 +4,7 @@
 #include "libtorch.h"
 
 #include <array>
+#include <functional>
 #include <limits>
 #include <random>
 
@@ -250,6 +251,48 @@ TEST_P(WeightsIn, OfAnyHistoryAreThoseOfTheGradientsThatAreThere) {
         }
       }
     });
+  }
+}
+
+// What becomes of them is the same on every rank, also where a rank's piece has zeros alone, or no element.
+TEST_P(WeightsIn, AreThoseOfAGradientThatTheUserChangesBetweenBackwards) {
+  const std::vector<std::pair<std::string, std::function<void(at::Tensor&)>>> changes = {
+      {"left", [](at::Tensor&) {}},
+      {"scaled", [](at::Tensor& gradient) { gradient.mul_(0.5); }},
+      {"scaled anew", [](at::Tensor& gradient) { gradient = gradient * 0.5; }},
+      {"clamped", [](at::Tensor& gradient) { gradient.clamp_min_(0); }},
+      {"clamped anew", [](at::Tensor& gradient) { gradient = gradient.clamp_min(0); }},
+      {"zeroed", [](at::Tensor& gradient) { gradient.zero_(); }},
+      {"zeroed anew", [](at::Tensor& gradient) { gradient = gradient * 0; }},
+      {"dropped", [](at::Tensor& gradient) { gradient.reset(); }},
+  };
+  for (const auto& [what, change] : changes) {
+    for (const int64_t size : {1, 3, 50}) {
+      for (const int64_t alone : {int64_t{0}, size - 1}) {  // where the first gradient is above zero
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(what, ", ", size, " elements, ", alone));
+          at::Tensor p = at::zeros({size}, at::kDouble).requires_grad_();
+          Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+          at::Tensor first = at::full({size}, -1.0, at::kDouble), wanted;
+          first[alone] = 4.0;
+          for (int step = 0; step < 2; ++step) {
+            engine.backward((p * first).sum(), false, 2.0);
+            change(p.mutable_grad());
+            engine.backward(3.0 * p.sum(), false, 1.0 + world.rank());
+            engine.step();
+            engine.zero_grad();
+            at::Tensor sum = 2 * first;
+            change(sum);
+            const bool nothing = !sum.defined() || sum.eq(0).all().item<bool>();
+            sum = (nothing ? at::zeros_like(first) : sum) + 6;
+            sum = sum / (nothing ? 3.0 : 7.0);
+            wanted = wanted.defined() ? wanted - sum : -sum;
+            EXPECT_TRUE(at::allclose(engine.full_parameter(p), wanted))
+                << step << ": " << engine.full_parameter(p) << wanted;
+          }
+        });
+      }
+    }
   }
 }
 
