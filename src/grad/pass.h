@@ -20,6 +20,7 @@ struct OpenPass {
   bool weighted = false;         // some of its backwards had a weight
   bool unweighted = false;       // some that brought a gradient had none
   int task = -1;                 // the graph task that brought the last gradient
+  bool dropped = false;          // it failed, and is no pass of the step
   std::exception_ptr failure{};  // the first; the others go on, and are told at the end
   std::vector<int> arrivals{};   // sinks, in the order in which their gradients came
 };

@@ -295,7 +295,10 @@ void Reducer::backward_ended(std::exception_ptr failure) {
     if (pass.weighted) weights_.failed();
     throw;
   }
-  if (pass.weighted) pass.failure ? weights_.failed() : weights_.end_pass(sinks());
+  if (pass.weighted) {
+    if (!pass.failure) weights_.end_pass(sinks());
+    if (pass.failure) pass.dropped ? weights_.drop() : weights_.failed();
+  }
   note_capture();
   timeline_of(world()).enter(doing::forward);
   if (pass.failure && !failure) std::rethrow_exception(pass.failure);
@@ -314,8 +317,13 @@ void Reducer::follow_caller(c10::Device device) {
 // What is held stays in .grad, or in the sums, where the next reduction finds it.
 void Reducer::close_held_pass(OpenPass& pass) {
   serve_gathers(here(Where::Kind::backward, kOthersGather));
-  held_ = true;
-  summing_->close_held_pass(passes_);
+  pass.dropped = pass.failure && summing_->drop_held_pass();
+  if (pass.dropped) {
+    --passes_;
+  } else {
+    held_ = true;
+    summing_->close_held_pass(passes_);
+  }
   for (Bucket& bucket : buckets_)
     bucket.lanes.begin_all(bucket.device());  // the caller's stream finds what was written
   if (!pass.failure) pass.failure = summing_->take_failure();

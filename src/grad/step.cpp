@@ -36,6 +36,9 @@ void Reducer::settle_step() {
     all = exchange_facts(Where::Kind::step, late, false);
     changes_.check_gradients(sinks(), all);
     changes_.check_parameters(sinks(), all, here(Where::Kind::step, "the parameters that were changed"));
+  });
+  summing_->check_passes(passes_);
+  or_break([&] {
     weights_.add(all);
     join_late(all, late);
     summing_->check_step(passes_, sinks());

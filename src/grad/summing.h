@@ -40,6 +40,8 @@ class Summing {
   // `number` of it in this step, from 1.
   virtual void open_pass(const OpenPass& /*pass*/, int64_t /*number*/, std::deque<Sink>& /*sinks*/) {}
   virtual void close_held_pass(int64_t /*pass*/) {}
+  // One that failed. True: nothing of it is in any sum, as if it had not been.
+  virtual bool drop_held_pass() { return false; }
 
   // A gradient comes from autograd. What is returned is accumulated into .grad; undefined where it was collected.
   virtual at::Tensor accept(const OpenPass& pass, Sink& sink, const at::Tensor& gradient) = 0;
@@ -67,8 +69,10 @@ class Summing {
   // Waits for it.
   void finish(Bucket& bucket, const Where& where);
 
-  // At step(): whether gradients held on this rank wait in buckets for a reduction, and that they are complete.
+  // At step(): whether gradients held on this rank wait in buckets for a reduction, and that they are complete. As many passes as
+  // every rank has had: an Error on all of them, or on none.
   virtual bool holds_in_buckets() const = 0;
+  virtual void check_passes(int64_t /*passes*/) const {}
   virtual void check_step(int64_t /*passes*/, const std::deque<Sink>& /*sinks*/) const {}
   virtual void finish_step() {}
   // No gradient of this step is there any more: nothing that is kept of its passes counts.

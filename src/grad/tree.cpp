@@ -41,6 +41,7 @@ at::Tensor Tree::memory_for(const Bucket& bucket) {
 // the next share.
 void Tree::open_pass(const OpenPass&, int64_t number, std::deque<Sink>& sinks) {
   at::NoGradGuard no_grad;
+  follow_rules();
   for (Sink& sink : sinks) {
     if (number == 1) {
       take_in(sink);
@@ -48,6 +49,21 @@ void Tree::open_pass(const OpenPass&, int64_t number, std::deque<Sink>& sinks) {
     }
     check_unchanged(sink);
     if (!sink.grad_in_bucket()) forget_shares(sink);
+  }
+}
+
+// A rule that asks for a wider dtype than that of the shares before does so for their sum.
+void Tree::follow_rules() {
+  for (Bucket& bucket : buckets_) {
+    for (at::Tensor& share : bucket.incoming.shares) {
+      const at::ScalarType dtype = c10::promoteTypes(share.scalar_type(), bucket.dtype);
+      if (dtype == share.scalar_type()) continue;
+      const Alone alone(bucket.lanes, bucket.device());
+      const at::Tensor wide = team_.data().allocate(bucket.numel, share.options().dtype(dtype));
+      wide.copy_(share);
+      keep_for_current(share);
+      share = wide;
+    }
   }
 }
 
@@ -131,8 +147,22 @@ void Tree::close_held_pass(int64_t pass) {
   }
 }
 
+// What it collected has joined no sum yet.
+bool Tree::drop_held_pass() {
+  for (Bucket& bucket : buckets_) {
+    const Alone alone(bucket.lanes, bucket.device());
+    keep_for_current(bucket.incoming.sum);
+    bucket.incoming.sum.reset();
+    bucket.incoming.memory.reset();
+    for (Sink* sink : bucket.sinks) {
+      sink->forget_contributions();
+      sink->unscaled = false;
+    }
+  }
+  return true;
+}
+
 void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
-  const int64_t count = shares_per_step();
   for (const Sink& sink : sinks) {
     if (passes == 0 || !was_changed(sink)) continue;
     throw Error(team_.rank(),
@@ -141,6 +171,10 @@ void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
                     "there, so that the change would be lost; scale the loss, use Options::clip_norm, or "
                     "clear the gradient");
   }
+}
+
+void Tree::check_passes(int64_t passes) const {
+  const int64_t count = shares_per_step();
   if (passes == 0 || passes == count) return;
   throw Error(team_.rank(), "step() after " + std::to_string(passes) + " backwards in deterministic mode; expected " +
                                 std::to_string(count) + ", one for each of this rank's shares (virtual_ranks " +

@@ -15,8 +15,10 @@ class Tree final : public Collected {
   OpenPass::Sync sync(Wish) const override { return OpenPass::Sync::held; }
   void open_pass(const OpenPass& pass, int64_t number, std::deque<Sink>& sinks) override;
   void close_held_pass(int64_t pass) override;
+  bool drop_held_pass() override;
   void begin(Bucket& bucket, const Where& where) override;
   bool holds_in_buckets() const override { return true; }
+  void check_passes(int64_t passes) const override;
   void check_step(int64_t passes, const std::deque<Sink>& sinks) const override;
   void forget() override;
 
@@ -29,6 +31,7 @@ class Tree final : public Collected {
   void take_in(Sink& sink) override;
   void check_unchanged(const Sink& sink) const;
   void forget_shares(const Sink& sink);
+  void follow_rules();
   void show(Bucket& bucket);
   void reduce(Bucket& bucket, const Where& where);
   int64_t shares_per_step() const { return virtual_ranks_ / team_.size(); }  // of this rank

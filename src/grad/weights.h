@@ -31,6 +31,11 @@ class Weights {
   void end_pass(const std::deque<Sink>& sinks);
   // It has failed, here or on another rank: it is one of the step's passes, and weighs nothing.
   void failed() { sum_ = before_; }
+  // It has failed, and is none of them.
+  void drop() {
+    failed();
+    --count_;
+  }
 
   double sum() const { return sum_; }
   int64_t count() const { return count_; }

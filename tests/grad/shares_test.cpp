@@ -1,0 +1,105 @@
+// What becomes of a step's shares in deterministic mode: when a backward fails, a step comes too early, or a leaf's rule changes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "grad/support/leaf.h"
+#include "plumb/plumb.h"
+
+namespace plumb {
+namespace {
+
+using test::leaf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+class SharesIn : public testing::TestWithParam<std::string> {};
+
+// Of two shares a rank, one fails after it brought a gradient, on one rank or on both, once or again; with weights or without.
+TEST_P(SharesIn, OfABackwardThatFailedWeighNothing) {
+  for (const bool everywhere : {false, true}) {
+    for (const int failing : {0, 1}) {
+      for (const int times : {1, 2}) {
+        for (const bool weighted : {false, true}) {
+          run_local(2, [&](World world) {
+            SCOPED_TRACE(c10::str(everywhere ? "everywhere" : "on rank 1", ", share ", failing, ", ", times, " times"));
+            at::Tensor a = leaf({7}), b = leaf({3});
+            Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                          {.strategy = GetParam(), .deterministic = true, .virtual_ranks = 4});
+            const auto run = [&](int share, bool fails) {
+              const at::Tensor later = b * 1;  // its gradient comes last
+              if (fails)
+                later.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+              const at::Tensor loss = later.sum() + a.sum() * (1 + share + 10 * world.rank());
+              engine.backward(loss, false, weighted ? std::optional(1.0) : std::nullopt);
+            };
+            for (int step = 1; step <= 2; ++step) {
+              for (int share = 0; share < 2; ++share) {
+                for (int i = 0; i < times && share == failing && (everywhere || world.rank() == 1); ++i) {
+                  EXPECT_THAT([&] { run(share, true); }, ThrowsMessage<std::exception>(HasSubstr("planned")));
+                  EXPECT_EQ(a.grad().defined(), share == 1) << "as it was before";
+                  if (share == 0) engine.zero_grad();
+                }
+                run(share, false);
+              }
+              engine.step();
+              engine.zero_grad();
+              const double parts = weighted ? 4.0 : 2.0;  // the mean over the things, or over the ranks
+              EXPECT_TRUE(at::allclose(engine.full_parameter(a), at::full({7}, -step * (1 + 2 + 11 + 12) / parts)))
+                  << engine.full_parameter(a);
+              EXPECT_TRUE(at::allclose(engine.full_parameter(b), at::full({3}, -step * 4 / parts)));
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+// It has done nothing yet: the missing shares may be run, and the step called again.
+TEST_P(SharesIn, AStepThatCameTooEarlyMayBeCalledAgain) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({7});
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .deterministic = true, .virtual_ranks = 4});
+    for (int step = 1; step <= 2; ++step) {
+      (a.sum() * 1).backward();
+      EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(HasSubstr("step() after 1 backwards")));
+      (a.sum() * 2).backward();
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-3.0 * step).all().item<bool>()) << engine.full_parameter(a);
+    }
+  });
+}
+
+// The wider rule asks for a sum that is not rounded: 2^-10 beside 1 is nothing in bf16.
+TEST_P(SharesIn, AreAddedInTheWidestDtypeThatARuleHasAskedFor) {
+  for (const int ranks : {1, 2}) {
+    for (int widens = 0; widens < 4 / ranks; ++widens) {
+      run_local(ranks, [&](World world) {
+        SCOPED_TRACE(c10::str(ranks, " ranks, before share ", widens));
+        at::Tensor a = leaf({9}, at::kBFloat16);
+        Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{},
+                      {.strategy = GetParam(), .deterministic = true, .virtual_ranks = 4});
+        const int shares = 4 / ranks;
+        double wanted = 0;
+        for (int share = 0; share < shares; ++share) {
+          if (share == widens) a.set_grad_dtype(at::kFloat);
+          const double gradient = share == 0 ? 1.0 : share < widens ? 0.0 : 1.0 / 1024;
+          (a.to(at::kFloat).sum() * gradient).backward();
+          wanted += gradient;
+        }
+        engine.step();
+        const at::Tensor found = engine.full_gradient(a);
+        EXPECT_EQ(found.scalar_type(), at::kFloat);
+        EXPECT_TRUE(found.eq(wanted).all().item<bool>()) << found[0].item<double>() << " instead of " << wanted;
+      });
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Strategies, SharesIn, testing::Values("ddp", "zero1", "zero2"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace plumb
