@@ -39,13 +39,19 @@ at::Tensor once_differentiable(const at::Tensor& gradient) {
 struct HandBack final : torch::autograd::FunctionPostHook {
   variable_list operator()(const variable_list& outputs, const variable_list&) override {
     variable_list all = outputs;
+    begin();
     for (auto& [output, gradient] : back)
       all[output] = at::GradMode::is_enabled() ? once_differentiable(gradient) : gradient;
     back.clear();
     return all;
   }
+  // What an earlier walk left here, which failed in this node, is nothing of this one.
+  void begin() {
+    if (std::exchange(walk, torch::autograd::get_current_graph_task_id()) != walk) back.clear();
+  }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   std::vector<std::pair<size_t, at::Tensor>> back;
+  int walk = -1;
 };
 
 HandBack& hand_back_of(Node& node) {
@@ -107,7 +113,9 @@ void deliver_output(const at::Tensor& gradient, int64_t argument) {
     }
   }
   ++handed_back;
-  hand_back_of(*node).back.emplace_back(output, fit(edge, gradient));
+  HandBack& hand_back = hand_back_of(*node);
+  hand_back.begin();
+  hand_back.back.emplace_back(output, fit(edge, gradient));
 }
 
 // While a graph is traced, nothing is delivered.

@@ -38,6 +38,20 @@ struct Compiled : torch::autograd::Function<Compiled> {
   }
 };
 
+// The same, which fails after that where it is told to.
+struct Failing : torch::autograd::Function<Failing> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w, int64_t fails) {
+    context->saved_data["fails"] = fails;
+    return Compiled::forward(context, x, w);
+  }
+  static tensor_list backward(AutogradContext* context, tensor_list gradients) {
+    tensor_list result = Compiled::backward(context, std::move(gradients));
+    if (*reinterpret_cast<const bool*>(context->saved_data["fails"].toInt())) throw std::runtime_error("planned");
+    result.emplace_back();
+    return result;
+  }
+};
+
 struct Net : torch::nn::Module {
   Net() { w = register_parameter("w", torch::full({3, 3}, 0.5)); }
   at::Tensor w;
@@ -104,6 +118,26 @@ TEST_P(Outputs, GoToAutogradWhereSomebodyElseWantsThem) {
     out.backward({}, true);
     out.backward();
     EXPECT_TRUE(engine.full_gradient(net.w).equal(2 * expected())) << "a graph that is kept, walked twice";
+  });
+}
+
+// What it handed back is of the walk that failed, also where a graph is kept and another walk delivers.
+TEST_P(Outputs, OfAWalkThatFailedAreNotInTheNext) {
+  run_local(2, [&](World world) {
+    Net net;
+    Engine engine(world, net, NoOptimizer{}, {.strategy = GetParam()});
+    for (const bool keeps : {false, true}) {
+      bool fails = true;
+      const at::Tensor x = input(world.rank());
+      const at::Tensor out = Failing::apply(x, net.w, reinterpret_cast<int64_t>(&fails)).sum();
+      EXPECT_THAT([&] { out.backward({}, true); },
+                  testing::ThrowsMessage<std::exception>(testing::HasSubstr("planned")));
+      engine.zero_grad();
+      fails = false;
+      out.backward({}, keeps);
+      EXPECT_TRUE(engine.full_gradient(net.w).equal(expected())) << keeps;
+      engine.zero_grad();
+    }
   });
 }
 
