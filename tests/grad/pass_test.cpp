@@ -133,6 +133,66 @@ TEST_P(PassIn, GivesNoGradientToWhatEveryUseLeavesOut) {
   });
 }
 
+// Used in two checkpoints on one rank alone: its reduction has begun when the second gradient comes, which is added to a mean that
+// the other rank then holds, too.
+TEST_P(PassIn, CountsWhatARankNeverReachesThoughItsGradientComesTwiceElsewhere) {
+  run_local(2, [](World world) {
+    at::Tensor v = leaf(40), w = at::ones({5}).requires_grad_();
+    Engine engine(world, NamedTensors{{"v", v}, {"w", w}}, {}, NoOptimizer{},
+                  {.strategy = GetParam(), .bucket_bytes = 64, .first_bucket_bytes = 64});
+    const scenarios::Checkpoint::Body body = [&](const at::Tensor& x) { return x * w.sum(); };
+    for (int pass = 0; pass < 3; ++pass) {
+      const at::Tensor x = at::ones({}).requires_grad_();
+      const at::Tensor twice = world.rank() == 0 ? scenarios::checkpoint(body, scenarios::checkpoint(body, x)) : x * 1;
+      (twice * (v.sum() + 1)).backward();
+      EXPECT_TRUE(engine.full_gradient(w).eq(5).all().item<bool>()) << engine.full_gradient(w);
+      EXPECT_TRUE(engine.full_gradient(v).eq(13).all().item<bool>()) << engine.full_gradient(v);
+      engine.zero_grad();
+    }
+  });
+}
+
+// Of two engines that fail at the end of one graph, the first one's error, or that of the graph itself, is told.
+TEST_P(PassIn, TellsTheFirstOfSeveralErrors) {
+  for (const bool itself : {false, true}) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf(5), b = leaf(5), wrong_a = leaf(5), wrong_b = leaf(5);
+      Engine first(world, NamedTensors{{"a", a}, {"wrong_a", wrong_a}}, {}, SGD{}, {.strategy = GetParam()});
+      Engine second(world, NamedTensors{{"b", b}, {"wrong_b", wrong_b}}, {}, SGD{}, {.strategy = GetParam()});
+      wrong_a.mutable_grad() = at::ones({2, 3});
+      wrong_b.mutable_grad() = at::ones({2, 3});
+      const at::Tensor x = at::ones({5}).requires_grad_(), last = x * 1;
+      if (itself) last.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      (last.sum() + a.sum() + b.sum()).backward();
+    });
+    EXPECT_THAT(texts, Each(HasSubstr(itself ? "planned" : "'wrong_a'")));
+  }
+}
+
+// It takes part in training, wherever it came from: it may be accumulated, differentiated and changed.
+TEST_P(PassIn, MayBeginWithAGradientMadeUnderInferenceMode) {
+  run_local(2, [](World world) {
+    at::Tensor a = leaf(5), nobodys = leaf(5);
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    at::Tensor gradient;
+    {
+      const c10::InferenceMode inference;
+      gradient = at::full({5}, 1.0 + world.rank());
+    }
+    for (int step = 1; step <= 2; ++step) {
+      (a + nobodys).backward(gradient);
+      (a * 1).backward(gradient);
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-3.0 * step).all().item<bool>());
+    }
+    nobodys.mutable_grad().mul_(2);
+    EXPECT_TRUE(nobodys.grad().eq(4.0 * (1 + world.rank())).all().item<bool>());
+    at::Tensor squared = (nobodys * nobodys + nobodys);
+    EXPECT_NO_THROW(torch::autograd::grad({squared}, {nobodys}, {gradient}, true, true)[0].sum().backward());
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, PassIn, testing::Values("ddp", "zero1", "zero2", "hsdp"),
                          [](const auto& info) { return info.param; });
 

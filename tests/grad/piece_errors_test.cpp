@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include "libtorch.h"
 
+#include <limits>
 #include <sstream>
 
 #include "errors.h"
@@ -61,6 +62,8 @@ TEST(Piece, WhatItCannotDoSaysWhatItIsAndWhatToCall) {
       {"copy_", [](const at::Tensor& g) { g.clone().copy_(torch::ones({6, 10})); }},
       {"_foreach_add_", [](const at::Tensor& g) { at::_foreach_add_({g}, {torch::ones({6, 10})}); }},
       {"mul", [](const at::Tensor& g) { g.mul(torch::ones({}, torch::requires_grad())); }},
+      {"mul", [](const at::Tensor& g) { g.mul(torch::ones(g.sizes(), torch::requires_grad())); }},
+      {"where", [](const at::Tensor& g) { at::where(g > 0); }},
   };
   for (const auto& [name, program] : refused) {
     const auto texts = errors([&](const at::Tensor& p, int, Engine&) { program(p.grad()); });
@@ -100,6 +103,37 @@ TEST(Piece, PiecesOfTwoGradientsAreNotMixed) {
 TEST(Piece, RanksThatAskForDifferentThingsAreTold) {
   EXPECT_THAT(errors([](const at::Tensor& p, int rank, Engine&) { rank ? p.grad().sum() : p.grad().norm(); }),
               testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("something else"))));
+}
+
+TEST(Piece, RanksThatAskAboutDifferentListsAreTold) {
+  const auto texts = test::errors(2, [](World world) {
+    One a, b, c;
+    Engine engine(world, NamedTensors{{"a", a.p}, {"b", b.p}, {"c", c.p}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+    (a.p + b.p + c.p).sum().backward();
+    at::_foreach_norm({a.p.grad(), (world.rank() == 0 ? b : c).p.grad()}, 2);
+  });
+  EXPECT_THAT(texts, testing::Each(AllOf(HasSubstr("'a'"), HasSubstr("something else"))));
+}
+
+// Of several engines' gradients in one list, too: one that is not finite on one rank is heard of everywhere.
+TEST(Piece, ANumberThatIsNotFiniteIsFoundWhicheverEngineHasIt) {
+  for (const int which : {0, 1}) {
+    for (const int64_t place : {0, 59}) {
+      run_local(2, [&](World world) {
+        One one, other;
+        Engine first(world, NamedTensors{{"a", one.p}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+        Engine second(world, NamedTensors{{"b", other.p}}, {}, SGD{.lr = 1}, {.strategy = "zero2"});
+        at::Tensor gradient = torch::ones({6, 10});
+        gradient.view(-1)[place] = std::numeric_limits<float>::infinity();
+        (one.p * (which == 0 ? gradient : torch::ones({6, 10}))).sum().backward();
+        (other.p * (which == 1 ? gradient : torch::ones({6, 10}))).sum().backward();
+        at::Tensor found = torch::zeros({});
+        at::_amp_foreach_non_finite_check_and_unscale_({one.p.mutable_grad(), other.p.mutable_grad()}, found,
+                                                       torch::full({}, 0.5));
+        EXPECT_EQ(found.item<float>(), 1) << which << ", " << place << ", rank " << world.rank();
+      });
+    }
+  }
 }
 
 TEST(Piece, ARankThatDoesNotAskEndsInAnErrorThatNamesTheQuestion) {

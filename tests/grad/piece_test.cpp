@@ -257,6 +257,23 @@ TEST_P(PieceIn, ElementwiseProgramsAreThoseOfOneProcess) {
   });
 }
 
+// Also where a rank has nothing of some of them.
+TEST_P(PieceIn, ExtremaOfNumbersBelowZeroAreAmongThem) {
+  compare([](std::vector<at::Tensor>& parameters) {
+    std::vector<at::Tensor> below;
+    std::vector<double> numbers;
+    for (const at::Tensor& p : parameters) {
+      if (p.numel() == 0) continue;
+      below.push_back(p.grad().abs().add(1).neg());
+      numbers.push_back(at::linalg_vector_norm(below.back(), -kInfinity).item<double>());
+      numbers.push_back(below.back().max().item<double>());
+    }
+    for (const at::Tensor& largest : at::_foreach_max(below)) numbers.push_back(largest.item<double>());
+    for (const at::Tensor& least : at::_foreach_norm(below, kInfinity)) numbers.push_back(least.item<double>());
+    return numbers;
+  });
+}
+
 TEST_P(PieceIn, AGradientReplacedByAComputedOneIsTakenAsThat) {
   compare([](std::vector<at::Tensor>& parameters) {
     for (at::Tensor& p : parameters) p.mutable_grad() = p.grad() * 0.5 + at::ones_like(p.grad());

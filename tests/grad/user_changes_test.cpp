@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include "libtorch.h"
 
+#include <limits>
 #include <sstream>
 
 #include "plumb/plumb.h"
@@ -68,6 +69,113 @@ TEST_P(UserChangesIn, AParameterWhoseHooksWereTakenAwayIsStillHeardOf) {
     model.to(at::kFloat);  // another accumulator
     backward();
     EXPECT_TRUE(engine.full_parameter(model.p).eq(-5).all().item<bool>());
+  });
+}
+
+// Each has its own rule; a neighbour's wider one, or a step whose gradients no backward made, changes nothing about it.
+TEST_P(UserChangesIn, AWiderNeighbourLeavesAGradientItsDtype) {
+  run_local(2, [&](World world) {
+    at::Tensor a = at::zeros({7}).requires_grad_(), b = at::zeros({9}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+    b.set_grad_dtype(at::kDouble);
+    (a.sum() + b.sum()).backward();
+    EXPECT_EQ(engine.full_gradient(a).scalar_type(), at::kFloat);
+    EXPECT_EQ(engine.full_gradient(b).scalar_type(), at::kDouble);
+    EXPECT_TRUE(engine.full_gradient(a).eq(1).all().item<bool>());
+  });
+}
+
+TEST_P(UserChangesIn, GradientsAsTheyComeAreNeverNarrowerThanTheirParameter) {
+  run_local(2, [&](World world) {
+    at::Tensor a = at::zeros({7}, at::kDouble).requires_grad_();
+    a.set_grad_dtype(std::nullopt);
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    (a.sum() / 3).backward();
+    engine.step();
+    EXPECT_TRUE(at::allclose(engine.full_parameter(a), at::full({7}, -1.0 / 3, at::kDouble), 1e-15, 1e-15));
+  });
+}
+
+// In bf16, 2^-10 beside 1 is nothing.
+TEST_P(UserChangesIn, SumsAreKeptInTheDtypeThatTheUserChose) {
+  for (const bool held : {false, true}) {
+    for (const bool whole : {false, true}) {
+      run_local(2, [&](World world) {
+        at::Tensor a = at::zeros({7}, at::kBFloat16).requires_grad_();
+        Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{},
+                      {.strategy = GetParam(), .accumulate_dtype = at::kFloat, .hold_unsharded = whole});
+        for (const double gradient : {1.0, 1.0 / 1024, 1.0 / 1024}) {
+          std::optional<NoSync> quiet;
+          if (held) quiet.emplace(engine);
+          (a.to(at::kFloat).sum() * gradient).backward();
+        }
+        a.sum().mul(0).backward();
+        EXPECT_TRUE(engine.full_gradient(a).to(at::kDouble).eq(1 + 2.0 / 1024).all().item<bool>())
+            << engine.full_gradient(a)[0].item<double>() << held << whole;
+      });
+    }
+  }
+}
+
+// The first step's gradients are the user's own; the order in which later ones come is another than that of the state.
+TEST_P(UserChangesIn, AStepWithoutABackwardMayComeFirst) {
+  run_local(2, [&](World world) {
+    const std::vector<int64_t> sizes = {33, 7, 64};
+    std::vector<at::Tensor> plain, all;
+    NamedTensors named;
+    for (const int64_t size : sizes) {
+      all.push_back(at::zeros({size}).requires_grad_());
+      plain.push_back(at::zeros({size}).requires_grad_());
+      named.emplace_back("p" + std::to_string(size), all.back());
+    }
+    Engine engine(world, named, {}, SGD{.lr = 0.1, .momentum = 0.9}, {.strategy = GetParam()});
+    torch::optim::SGD reference(plain, torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 4; ++step) {
+      for (auto* parameters : {&all, &plain}) {
+        at::Tensor loss = at::zeros({});
+        for (size_t i = sizes.size(); i-- > 0;) {  // the last is used first
+          const at::Tensor gradient = at::arange(sizes[i], at::kFloat) + static_cast<double>(i) + step;
+          if (step == 0) (*parameters)[i].mutable_grad() = gradient;
+          loss = loss + ((*parameters)[i] * gradient).sum();
+        }
+        if (step > 0) loss.backward();
+      }
+      engine.step();
+      reference.step();
+      engine.zero_grad();
+      reference.zero_grad();
+      for (size_t i = 0; i < sizes.size(); ++i) {
+        EXPECT_TRUE(at::allclose(engine.full_parameter(all[i]), plain[i], 1e-5, 1e-5)) << step << ", " << i;
+      }
+    }
+  });
+}
+
+TEST_P(UserChangesIn, AGradientGivenOtherMemoryBeforeTheStepIsWhatItTakes) {
+  if (GetParam() != "ddp" && GetParam() != "zero1") GTEST_SKIP() << "a piece is not given other memory";
+  run_local(2, [&](World world) {
+    at::Tensor a = at::zeros({7}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    for (int step = 1; step <= 2; ++step) {
+      a.sum().backward();
+      a.mutable_grad().set_data(at::full({7}, 5.0));
+      engine.step();
+      engine.zero_grad();
+      EXPECT_TRUE(engine.full_parameter(a).eq(-5.0 * step).all().item<bool>()) << engine.full_parameter(a);
+    }
+  });
+}
+
+// A sum of large numbers is finite in their own dtype.
+TEST_P(UserChangesIn, LargeNumbersAreNotBlamedForThoseThatAreNotFinite) {
+  run_local(2, [&](World world) {
+    at::Tensor a = at::zeros({7}, at::kDouble).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .nonfinite = NonFinite::error});
+    (a.sum() * 1e100).backward();
+    (a.sum() * (world.rank() == 1 ? std::numeric_limits<double>::infinity() : 1.0)).backward();
+    EXPECT_THAT([&] { engine.step(); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr("that of rank 1 was not, in backward 2")));
   });
 }
 
