@@ -156,6 +156,25 @@ TEST_P(AssignedIn, GradientsThatWereHeldAreReducedWithTheNextAndNoLongerHeld) {
   });
 }
 
+// What other backwards hold is no reason to leave a reduced gradient unanswered.
+TEST_P(AssignedIn, ReducedGradientsAreAnsweredWhileOthersAreHeld) {
+  run_local(2, [&](World world) {
+    at::Tensor a = leaf({8}), b = leaf({9});
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .hold_unsharded = true});
+    (a.sum() + b.sum()).backward();
+    {
+      const NoSync quiet(engine);
+      (a * (world.rank() + 1)).sum().backward();
+      EXPECT_NEAR(b.grad().norm().item<double>(), 3.0, 1e-6);
+    }
+    EXPECT_NEAR(b.grad().norm().item<double>(), 3.0, 1e-6);
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(a).eq(-2.5).all().item<bool>());
+    EXPECT_TRUE(engine.full_parameter(b).eq(-1).all().item<bool>());
+  });
+}
+
 // Frozen after the engine was built: after the next step it costs nothing on the wire, and thawed it is trained as before.
 TEST_P(AssignedIn, AFrozenParameterTravelsNoMoreAndIsTrainedAgainWhenItIsThawed) {
   run_local(2, [&](World world) {

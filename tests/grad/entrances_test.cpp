@@ -1,5 +1,6 @@
 // Every way into one sum, in any order: whatever brings a gradient, in whatever dtype, held back or not, .grad is the mean of what
 // the ranks brought, and a step takes it. Drawn programs, compared with plain sums after every move.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +10,9 @@
 #include <random>
 
 #include "engine/impl.h"
+#include "errors.h"
 #include "plumb/fused.h"
+#include "plumb/nn.h"
 #include "plumb/plumb.h"
 #include "slowness.h"
 #include "world/world_impl.h"
@@ -358,6 +361,80 @@ class Drawn {
   bool waits_ = false;  // what was put off on some rank has come between two passes
   std::string told_;
 };
+
+void write_into(const at::Tensor& parameter, double value) {
+  const GradTarget target = sink_of(parameter)->open();
+  at::NoGradGuard no_grad;
+  target.accumulate ? target.buffer.add_(value) : target.buffer.fill_(value);
+  sink_of(parameter)->wrote();
+}
+
+// One that comes between two backwards, beside a reduced gradient, and others that are written in the backward after it.
+TEST(PutOff, CountsOnceBesideWhatTheNextBackwardWrites) {
+  for (const Strategy& row : strategies()) {
+    for (const int writes : {0, 1, 2}) {
+      for (const bool plainly : {false, true}) {
+        run_local(4, [&](World world) {
+          SCOPED_TRACE(c10::str(row.name, ", ", writes, plainly ? ", plainly, too" : ""));
+          at::Tensor w = at::zeros({5, 7}).requires_grad_();
+          Options options{.strategy = row.name};
+          if (options.strategy == "hsdp") options.mesh = {.replicate = 2, .shard = 2};
+          Engine engine(world, NamedTensors{{"w", w}}, {}, NoOptimizer{}, options);
+          const double rank = world.rank(), mean = 1.5;
+          (w.sum() * rank).backward();
+          write_into(w, 4 * rank);
+          {
+            const Pass pass = engine.pass();
+            for (int i = 0; i < writes; ++i) write_into(w, 8 * rank);
+            if (plainly) (w.sum() * 16 * rank).backward();
+          }
+          const double wanted = mean * (1 + 4 + 8 * writes + (plainly ? 16 : 0));
+          const at::Tensor found = engine.full_gradient(w);
+          EXPECT_TRUE(at::allclose(found, at::full_like(found, wanted))) << found.max() << " instead of " << wanted;
+        });
+      }
+    }
+  }
+}
+
+// Which of the two came first is not known: the next backward says so, whatever its sums wait for.
+TEST(PutOff, BesideAPieceThatIsChangedSinceIsAnError) {
+  for (const bool held : {false, true}) {
+    for (const bool anew : {false, true}) {
+      const auto texts = test::errors(4, [&](World world) {
+        at::Tensor w = at::zeros({5, 7}).requires_grad_();
+        Engine engine(world, NamedTensors{{"w", w}}, {}, NoOptimizer{},
+                      {.strategy = "hsdp", .mesh = {.replicate = 2, .shard = 2}, .hold_unsharded = held});
+        w.sum().backward();
+        write_into(w, 4);
+        anew ? w.mutable_grad() = w.grad() * 0.5 : w.mutable_grad().mul_(0.5);
+        std::optional<NoSync> quiet;
+        if (held) quiet.emplace(engine);
+        w.sum().backward();
+      });
+      EXPECT_THAT(texts, testing::Each(testing::HasSubstr("while a weight gradient that was put off waits")))
+          << held << anew;
+    }
+  }
+}
+
+// Kernels write rows, one behind the other.
+TEST(FusedWrites, OfAWeightThatLiesTheOtherWayRoundGoThroughAutograd) {
+  for (const Strategy& row : strategies()) {
+    run_local(2, [&](World world) {
+      nn::Linear linear(nn::LinearOptions{.in = 6, .out = 5, .bias = false});
+      linear->weight.set_data(at::arange(30, at::kFloat).sin().view({6, 5}).t());
+      const at::Tensor plain = linear->weight.detach().clone().requires_grad_();
+      Engine engine(world, *linear, NoOptimizer{}, {.strategy = row.name});
+      for (int pass = 0; pass < 2; ++pass) {
+        const at::Tensor x = at::arange(18, at::kFloat).cos().view({3, 6});
+        linear(x * (1.0 + world.rank())).pow(2).sum().backward();
+        (at::linear(x, plain).pow(2).sum() * 2.5).backward();  // the mean of 1 and 4
+        EXPECT_TRUE(at::allclose(engine.full_gradient(linear->weight), plain.grad(), 1e-4, 1e-5)) << row.name;
+      }
+    });
+  }
+}
 
 class EntrancesInto : public testing::TestWithParam<int> {};
 
