@@ -89,6 +89,29 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
   }
 }
 
+// A gradient whose bucket is wider than its leaf asks for lies beside the bucket, on the absent rank as on the others.
+TEST_P(AbsenceIn, TheMeanThatTheOthersAddToIsAsItWasBesideAWiderNeighbour) {
+  run_local(2, [](World world) {
+    at::Tensor a = at::zeros({7}).requires_grad_(), b = at::zeros({3}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+    (a.sum() + b.sum()).backward();  // their bucket is laid out for the last time
+    engine.zero_grad();
+    b.set_grad_dtype(at::kDouble);
+    double wanted = 1.5;
+    ((a.sum() + b.sum()) * (1.0 + world.rank())).backward();
+    EXPECT_EQ(engine.impl().reducer->buckets()[0].dtype, at::kDouble);
+    for (int pass = 0; pass < 3; ++pass) {
+      if (world.rank() == 1) {
+        engine.impl().reducer->sit_out();
+        continue;
+      }
+      ((a.sum() + b.sum()) * 4).backward();
+      wanted += 2;
+      for (const at::Tensor& one : {a, b}) EXPECT_TRUE(one.grad().eq(wanted).all().item<bool>()) << one.grad();
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, AbsenceIn, testing::Values("ddp", "zero1"),
                          [](const auto& info) { return info.param; });
 

@@ -64,6 +64,34 @@ TEST(AgreedGradients, ThatOneRankAloneClearedAreNamedWhereTheOthersHoldNothingOf
   }
 }
 
+// Whatever two ranks did to a gradient that all had agreed on, and nobody else did the third.
+TEST(AgreedGradients, ThatTwoRanksTreatedDifferentlyAreNamedWithWhatEachDid) {
+  const std::vector<std::pair<std::string, std::function<void(at::Tensor&)>>> acts = {
+      {"left", [](at::Tensor&) {}},
+      {"cleared", [](at::Tensor& gradient) { gradient.reset(); }},
+      {"changed in place", [](at::Tensor& gradient) { gradient.mul_(2); }}};
+  for (const char* strategy : {"ddp", "zero2"}) {
+    for (const auto& [one, act] : acts) {
+      for (const auto& [other, act_of_other] : acts) {
+        for (const bool between : {false, true}) {
+          const auto texts = errors(2, [&](World world) {
+            at::Tensor a = leaf({40}), b = leaf({3});
+            Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+            (a.sum() + b.sum()).backward();
+            (world.rank() == 0 ? act : act_of_other)(a.mutable_grad());
+            if (between) (a.sum() + b.sum()).backward();
+            engine.step();
+          });
+          EXPECT_THAT(texts, Each(HasSubstr(one == other ? "none"
+                                                         : "the reduced gradient of parameter 'a' was " + one +
+                                                               " on rank 0 and " + other + " on rank 1")))
+              << strategy;
+        }
+      }
+    }
+  }
+}
+
 // Nor do ranks differ in what they cleared because an operation of one of them has written since.
 TEST(AgreedGradients, ThatWereClearedAreSoThoughAnOperationOfOneRankWroteNewOnes) {
   for (const char* strategy : {"ddp", "zero1", "zero2"}) {
