@@ -169,6 +169,24 @@ TEST_P(PassIn, TellsTheFirstOfSeveralErrors) {
   }
 }
 
+// Nor does one replace another that ends communication.
+TEST(PassOfTwoEngines, TellsTheFirstOfSeveralErrorsThatRanksFindTogether) {
+  for (const bool itself : {false, true}) {
+    const auto texts = errors(2, [&](World world) {
+      at::Tensor a = leaf(5), b = leaf(5);
+      Engine first(world, NamedTensors{{"a", a}}, {}, SGD{}), second(world, NamedTensors{{"b", b}}, {}, SGD{});
+      (a.sum() + b.sum()).backward();
+      for (at::Tensor* one : {&a, &b}) {
+        if (world.rank() == 1) one->mutable_grad().mul_(2);
+      }
+      const at::Tensor x = at::ones({5}).requires_grad_(), last = x * 1;
+      if (itself) last.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("planned"); });
+      (last.sum() + a.sum() + b.sum()).backward();
+    });
+    EXPECT_THAT(texts, Each(HasSubstr(itself ? "planned" : "'a' was left on rank 0 and changed in place on rank 1")));
+  }
+}
+
 // It takes part in training, wherever it came from: it may be accumulated, differentiated and changed.
 TEST_P(PassIn, MayBeginWithAGradientMadeUnderInferenceMode) {
   run_local(2, [](World world) {

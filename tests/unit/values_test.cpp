@@ -8,6 +8,7 @@
 #include <map>
 #include <thread>
 
+#include "errors.h"
 #include "unit/storage.h"
 #include "unit/support/net.h"
 #include "watch/strike.h"
@@ -144,7 +145,11 @@ TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
             for (const at::Tensor& parameter : parameters) {  // tied ones are one parameter by two names
               values.push_back(parameter.is_same(target) ? other : engine.full_parameter(parameter).clone());
             }
-            target.set_data(other.clone());
+            target.set_data(other / 2);
+            {
+              at::NoGradGuard no_grad;
+              target.mul_(2);  // where it lies now
+            }
             net.forward(torch::ones({2, 6})).pow(2).sum().backward();
             std::vector<at::Tensor> gradients;
             for (const at::Tensor& parameter : parameters) gradients.push_back(engine.full_gradient(parameter));
@@ -157,6 +162,54 @@ TEST(Units, AParameterGivenOtherMemoryComesHomeAtTheNextStep) {
             }
           },
           strategy);
+    }
+  }
+}
+
+struct Twins : torch::nn::Module {
+  Twins() {
+    for (const char* name : {"a", "b", "c"}) {
+      weights.push_back(register_parameter(name, at::full({3, 3}, 1.0 + static_cast<double>(weights.size()))));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weights[0]).mm(weights[1]).mm(weights[2]); }
+  std::vector<at::Tensor> weights;
+};
+
+// That one's values are elsewhere while the unit is released: nothing is read where they were.
+TEST(Units, AParameterGivenTheMemoryOfAnotherOfItsUnitIsAnErrorOrHasItsValues) {
+  for (const int ranks : {1, 2}) {
+    for (const bool inside : {false, true}) {
+      for (const bool beside : {false, true}) {
+        const auto texts = errors(ranks, [&](World world) {
+          auto model = std::make_shared<torch::nn::Module>("model");
+          Unit<Twins> twins(std::make_shared<Twins>());
+          model->register_module("twins", twins.ptr());
+          Engine engine(world, *model, SGD{.lr = 0.0}, {.strategy = "zero3"});
+          auto& weights = twins.get()->weights;
+          const auto change = [&] {
+            if (beside) weights[0].set_data(at::full({3, 3}, 7.0));
+            weights[1].set_data(weights[2]);
+          };
+          if (inside) {
+            const auto scope = engine.gathered(weights, Access::write);
+            change();
+          } else {
+            change();
+          }
+          engine.backward(twins(torch::ones({2, 3})).sum());
+          engine.step();
+          EXPECT_TRUE(engine.full_parameter(weights[0]).eq(beside ? 7 : 1).all().item<bool>());
+          EXPECT_TRUE(engine.full_parameter(weights[1]).eq(3).all().item<bool>()) << engine.full_parameter(weights[1]);
+        });
+        if (inside || ranks == 1) {
+          EXPECT_THAT(texts, testing::Each("none"));
+        } else {
+          EXPECT_THAT(texts,
+                      testing::Each(testing::AllOf(testing::HasSubstr("parameter 'twins.c'"),
+                                                   testing::HasSubstr("released"), testing::HasSubstr("gathered("))));
+        }
+      }
     }
   }
 }
