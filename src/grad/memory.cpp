@@ -125,20 +125,23 @@ void Buckets::take_back(std::deque<Sink>& sinks) {
     const at::IntArrayRef sizes = sharded ? sink.view.sizes() : sink.parameter.sizes();
     const at::IntArrayRef strides = sharded ? sink.view.strides() : at::IntArrayRef(sink.order);
     const at::Tensor& shown = sink.shown;
-    if (shown.has_storage() && shown.storage().is_alias_of(bucket.gradient.storage()) &&
+    // A gradient that has gone takes along what autograd knows of it: that it requires one, say.
+    const bool known_to_autograd = !sink.grad_in_bucket() && shown.unsafeGetTensorImpl()->autograd_meta() != nullptr;
+    if (!known_to_autograd && shown.has_storage() && shown.storage().is_alias_of(bucket.gradient.storage()) &&
         shown.storage_offset() == offset && shown.sizes() == sizes && shown.strides() == strides) {
       continue;
     }
     at::NoGradGuard no_grad;
     const at::Tensor theirs = sink.grad_in_bucket() ? shown.detach() : at::Tensor();
     if (theirs.defined()) sink.grad().reset();
+    const bool changed = known_to_autograd && sink.changed_in_place();
     if (sharded) {
       sink.rebind(sink.view, mark_piece(sink.view, piece_of(sink, bucket.kept)));
     } else {
       const at::Tensor view = view_in(bucket.gradient, sink.slot.offset, sink);
       sink.rebind(view, view);
     }
-    sink.remember();
+    if (!changed) sink.remember();
     if (theirs.defined()) sink.grad() = theirs;
   }
 }

@@ -254,6 +254,33 @@ TEST_P(AssignedIn, AGradientOfAFrozenParameterIsTheMeanOfWhatWasAssigned) {
   });
 }
 
+// What autograd knows of a gradient ends with it: the next one is another tensor, as in one process.
+TEST_P(AssignedIn, AGradientThatWasMadeToRequireOneIsGoneWhenItIsCleared) {
+  run_local(2, [&](World world) {
+    at::Tensor p = leaf({8});
+    Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    const auto run = [&](bool requires_grad) {
+      (2 * p).sum().backward();
+      EXPECT_EQ(p.grad().requires_grad(), requires_grad);
+    };
+    run(false);
+    p.grad().set_requires_grad(true);
+    run(true);  // it is added to, and stays what it is
+    engine.step();
+    engine.zero_grad();
+    run(false);
+    p.mutable_grad().mul_(0.5);
+    p.grad().set_requires_grad(true);
+    const at::Tensor kept = p.grad();
+    engine.zero_grad();
+    run(false);
+    EXPECT_TRUE(kept.requires_grad());
+    EXPECT_TRUE(kept.eq(1).all().item<bool>());
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(p).eq(-6).all().item<bool>()) << engine.full_parameter(p);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, AssignedIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
