@@ -381,7 +381,7 @@ void Engine::zero_grad() {
         "are sharded, and in deterministic mode; call it before backward(), or after it has returned");
   }
   for (const auto& [name, parameter] : impl_->parameters) parameter.mutable_grad().reset();
-  impl_->reducer->let_go_of_gradients();
+  impl_->reducer->gradients_cleared();
 }
 
 double Engine::share_weight() const {

@@ -425,7 +425,7 @@ void Loading::apply() {
     generator.set_state(state);
   }
   impl_.reducer->resume(info_.step);
-  impl_.reducer->let_go_of_gradients();
+  impl_.reducer->gradients_cleared();
 }
 
 }  // namespace plumb

@@ -112,7 +112,7 @@ void refill(Engine::Impl& impl, const std::vector<at::Tensor>& values, const Jso
                         scale.at("patience", what).integer("the loss scale's patience"));
   }
   impl.reducer->resume(words.at("step", what).integer("'step'"));
-  impl.reducer->let_go_of_gradients();
+  impl.reducer->gradients_cleared();
 }
 
 }  // namespace plumb

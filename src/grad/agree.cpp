@@ -22,9 +22,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.rules = buckets_.rules_digest();
   const Settings& compared = kind == Where::Kind::step ? settings : settings_of_backwards;
   mine.settings = digest_of(compared);
-  mine.weight = weights_.sum();
-  mine.weighted = weights_.count();
-  weights_.ask(mine);
+  weights_.tell(mine);
   mine.late = std::move(late);
   for (const Bucket& bucket : buckets_) mine.idle.push_back(bucket.idle());
   for (const Sink& sink : sinks()) mine.used.push_back(sink.grad().defined() || sink.contributed);
@@ -37,7 +35,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   const auto units = gathering.lock();
   if (units) mine.gathers = units->settle();
   Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
-  weights_.hear(all);
+  weights_.hear(team_.control(), all, here(kind, "the weights of backwards"));
   if (units && all.any.gathers != all.every.gathers) units->explain(here(kind, "the gathers that differ"));
   check_settings(team_.control(), team_.rank(), compared, all, here(kind, "the settings that differ"));
   return all;

@@ -29,7 +29,7 @@ std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
 }
 
 // The words before the bits: those in which all ranks must agree first.
-constexpr size_t kAlike = 6, kHead = 13;
+constexpr size_t kAlike = 6, kHead = 12;
 constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
 
 std::string told(const std::vector<std::string>& names, const Facts& facts) {
@@ -80,8 +80,7 @@ std::vector<int64_t> Facts::pack() const {
                                 gathers,
                                 weighted,
                                 absent,
-                                held,
-                                there};
+                                since};
   pack_bits(late, words);
   pack_bits(idle, words);
   for (const auto bits : kByParameter) pack_bits(this->*bits, words);
@@ -101,8 +100,7 @@ Facts Facts::unpack(std::span<const int64_t> words, size_t buckets, size_t param
   facts.gathers = words[8];
   facts.weighted = words[9];
   facts.absent = words[10] != 0;
-  facts.held = words[11] != 0;
-  facts.there = words[12] != 0;
+  facts.since = words[11];
   words = words.subspan(kHead);
   facts.late = unpack_bits(words, buckets);
   facts.idle = unpack_bits(words, buckets);

@@ -22,10 +22,9 @@ struct Facts {
   int64_t settings = 0;   // digest of what must be alike: at a step, or in a backward
   int64_t gathers = 0;    // digest of the parameters that were gathered by messages, in order
   int64_t weighted = 0;   // how many backwards of this step had a weight
-  // Of what earlier weights of this step stand for: this rank had numbers when the last of them ended, and when this one began.
-  bool held = false, there = false;
-  bool absent = false;  // this rank ran out of inputs and contributes nothing
-  bool writes = false;  // neither: it is in a call of the user's that writes parameters
+  int64_t since = 0;      // the first that counts, where this rank saw since the last facts that others were cleared
+  bool absent = false;    // this rank ran out of inputs and contributes nothing
+  bool writes = false;    // neither: it is in a call of the user's that writes parameters
   // By bucket.
   std::vector<bool> late;  // must be reduced (again)
   std::vector<bool> idle;  // none of its parameters is trained at the moment

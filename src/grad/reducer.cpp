@@ -255,6 +255,7 @@ OpenPass& Reducer::open_pass() {
   }
   buckets_.renew_kept();
   pass.rules_changed = buckets_.follow_rules();
+  if (weights_.carries()) weights_.look(sinks(), passes_);
   summing_->forget_cleared(members_.sinks());
   summing_->open_pass(pass, passes_, members_.sinks());
   summing_->never_wait(may_be_asked_while_it_waits());

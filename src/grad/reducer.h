@@ -111,7 +111,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // The whole reduced gradient of a parameter, a copy; undefined where it has none. Collective where gradients are sharded.
   at::Tensor full_gradient(const at::Tensor& parameter);
   // After gradients were cleared: their memory may go, until the next one comes.
-  void let_go_of_gradients();
+  void gradients_cleared();
   // The parameters are as they should be now.
   void remember_parameters();
   void leave_parameters_to_user() { changes_.leave_parameters_to_user(); }

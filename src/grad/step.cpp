@@ -66,10 +66,10 @@ void Reducer::weigh(double weight) {
   Lock lock(mutex_);
   if (backward::listen(shared_from_this())) ++pass_->backwards;
   const bool first = !std::exchange(pass_->weighted, true);
-  if (first) weights_.begin_pass();
+  if (first) weights_.begin_pass(passes_);
   check_weighed_alike(*pass_);
   // Later ones of a pass do not look: its gradients may be on their way.
-  if (first) weights_.join(sinks(), pass_->sync);
+  if (first) weights_.join(sinks());
   weights_.weigh(weight);
 }
 
@@ -121,7 +121,7 @@ void Reducer::finish_step() {
   remember_parameters();
   gradients_agreed();
   summing_->finish_step();
-  weights_.forget();
+  weights_.end_step();
   ++steps_;
   passes_ = 0;
   road_.enter(steps_);
@@ -187,8 +187,9 @@ void Reducer::arrange(const std::vector<std::string>& order) {
 
 void Reducer::remember_parameters() { changes_.remember_parameters(sinks()); }
 
-void Reducer::let_go_of_gradients() {
+void Reducer::gradients_cleared() {
   Lock lock(mutex_);
+  weights_.cleared(pass_ ? std::optional(passes_) : std::nullopt);
   if (!pass_ && !stopped_ && !options_.deterministic) buckets_.let_go();
 }
 

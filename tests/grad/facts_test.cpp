@@ -29,6 +29,7 @@ TEST(Facts, ComeOutAsTheyWentInForEveryNumberOfBucketsAndParameters) {
       facts.settings = number();
       facts.gathers = number();
       facts.weighted = number();
+      facts.since = number();
       facts.absent = number() % 2 == 0;
       facts.writes = number() % 2 == 0;
       facts.late = bits(buckets);
@@ -49,6 +50,7 @@ TEST(Facts, ComeOutAsTheyWentInForEveryNumberOfBucketsAndParameters) {
       EXPECT_EQ(found.settings, facts.settings);
       EXPECT_EQ(found.gathers, facts.gathers);
       EXPECT_EQ(found.weighted, facts.weighted);
+      EXPECT_EQ(found.since, facts.since);
       EXPECT_EQ(found.absent, facts.absent);
       EXPECT_EQ(found.writes, facts.writes);
       EXPECT_EQ(found.late, facts.late);

@@ -296,6 +296,118 @@ TEST_P(WeightsIn, AreThoseOfAGradientThatTheUserChangesBetweenBackwards) {
   }
 }
 
+// A rank that brought none, or holds no element, cannot see that they were cleared: the others do.
+TEST_P(WeightsIn, OfClearedGradientsCountNowhereAlsoWhereARankHasNone) {
+  for (const bool held : {false, true}) {
+    for (const bool engines : {false, true}) {
+      for (const int brings : {0, 1}) {
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(held, " ", engines, " ", brings));
+          at::Tensor p = at::zeros({12}).requires_grad_();
+          Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+          for (int step = 1; step <= 2; ++step) {
+            for (int cleared = 0; cleared < 2; ++cleared) {
+              std::optional<NoSync> scope;
+              if (held) scope.emplace(engine);
+              engine.backward(world.rank() == brings ? (p[0] * 7.0).sum() : at::Tensor(), false, 5.0 + cleared);
+              engine.backward(at::Tensor(), false, 1.0);
+              scope.reset();
+              engines ? engine.zero_grad() : p.mutable_grad().reset();
+            }
+            engine.backward(p.sum() * 3, false, 2.0);
+            engine.step();
+            EXPECT_TRUE(engine.full_parameter(p).eq(-1.5 * step).all().item<bool>()) << engine.full_parameter(p);
+            engine.zero_grad();
+          }
+        });
+      }
+    }
+  }
+}
+
+// They are sums still: repeated, it divides them, and what is added to them joins them.
+TEST_P(WeightsIn, OfASkippedStepStayWithItsGradients) {
+  const auto repair = [](const at::Tensor& p) { p.mutable_grad().nan_to_num_(0, 8, 8); };
+  using Rest = std::function<void(Engine & engine, at::Tensor & p)>;
+  const std::vector<std::tuple<std::string, double, Rest>> rests = {
+      {"repeated", -2, [&](Engine&, at::Tensor& p) { repair(p); }},
+      {"skipped again", -2,
+       [&](Engine& engine, at::Tensor& p) {
+         EXPECT_TRUE(engine.step().skipped);
+         repair(p);
+       }},
+      {"added to", -3,
+       [&](Engine& engine, at::Tensor& p) {
+         repair(p);
+         engine.backward((p * 10).sum(), false, 2.0);
+       }},
+      {"cleared", -5,
+       [](Engine& engine, at::Tensor& p) {
+         p.mutable_grad().reset();
+         engine.backward((p * 10).sum(), false, 2.0);
+       }},
+      {"cleared by the engine", -10,
+       [](Engine& engine, at::Tensor& p) {
+         engine.zero_grad();
+         (p * 10).sum().backward();
+       }},
+      {"cleared, and of another kind", -10,
+       [](Engine&, at::Tensor& p) {
+         p.mutable_grad().reset();
+         (p * 10).sum().backward();
+       }},
+      {"set by hand", -7,
+       [](Engine& engine, at::Tensor& p) {
+         engine.zero_grad();
+         p.mutable_grad() = at::full({16}, 7.0);
+       }},
+  };
+  for (const auto& [what, wanted, rest] : rests) {
+    run_local(2, [&](World world) {
+      at::Tensor p = at::zeros({16}).requires_grad_();
+      Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1},
+                    {.strategy = GetParam(), .nonfinite = NonFinite::skip});
+      engine.backward((p * 8).sum() + p[0] * (world.rank() == 1 ? INFINITY : 0), false, 4.0);
+      EXPECT_TRUE(engine.step().skipped);
+      rest(engine, p);
+      EXPECT_FALSE(engine.step().skipped);
+      EXPECT_EQ(engine.full_parameter(p)[1].item<double>(), wanted) << what;
+      engine.zero_grad();
+      (p * 3).sum().backward();
+      engine.step();
+      EXPECT_EQ(engine.full_parameter(p)[1].item<double>(), wanted - 3) << what;
+    });
+  }
+}
+
+TEST_P(WeightsIn, OfASkippedStepAreNotMixedWithBackwardsThatHaveNone) {
+  run_local(2, [&](World world) {
+    at::Tensor p = at::zeros({16}).requires_grad_();
+    Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1},
+                  {.strategy = GetParam(), .nonfinite = NonFinite::skip});
+    engine.backward(p.sum() * INFINITY, false, 4.0);
+    EXPECT_TRUE(engine.step().skipped);
+    p.sum().backward();
+    EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(HasSubstr("that a skipped step left")));
+  });
+}
+
+TEST_P(WeightsIn, JoinNoGradientsThatWereSetWhereTheirsWereCleared) {
+  run_local(2, [&](World world) {
+    at::Tensor p = at::zeros({16}).requires_grad_();
+    Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1}, {.strategy = GetParam()});
+    engine.backward(p.sum(), false, 5.0);
+    engine.zero_grad();
+    p.mutable_grad() = at::ones({16});
+    EXPECT_THAT([&] { engine.backward(p.sum(), false, 2.0); },
+                ThrowsMessage<Error>(HasSubstr("clear them with zero_grad()")));
+    engine.zero_grad();
+    engine.backward((p * 4).sum(), false, 2.0);
+    engine.step();
+    EXPECT_TRUE(engine.full_parameter(p).eq(-2).all().item<bool>()) << engine.full_parameter(p);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(InEveryStrategy, WeightsIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
                          [](const auto& info) { return info.param; });
 
