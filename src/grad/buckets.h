@@ -34,6 +34,9 @@ class Buckets {
     holders_ = std::make_shared<Holders>(team_.shard(), std::move(ask));
   }
 
+  // All ranks are at the same point: questions are counted from here on.
+  void ranks_met() { holders_->asked = 0; }
+
   // Lays these sinks out in this order, in buckets behind those that are there.
   void add(std::deque<Sink>& sinks, const std::vector<int>& indices);
   // Lays all of them out anew, in this order. Collective where gradients are sharded: pieces move to other ranks.

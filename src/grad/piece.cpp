@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "grad/piece_dispatch.h"
+#include "layout/digest.h"
 
 namespace plumb {
 namespace {
@@ -21,18 +22,21 @@ using torch::jit::Stack;
 
 class PieceImpl final : public c10::TensorImpl {
  public:
-  PieceImpl(const c10::TensorImpl& view, std::shared_ptr<const PieceOf> of, const c10::VariableVersion& version)
-      : TensorImpl(c10::Storage(view.storage()), view.key_set().add(kKey), view.dtype()), of_(std::move(of)) {
+  PieceImpl(const c10::TensorImpl& view, std::shared_ptr<const PieceOf> of, uint64_t made_by,
+            const c10::VariableVersion& version)
+      : TensorImpl(c10::Storage(view.storage()), view.key_set().add(kKey), view.dtype()), of_(std::move(of)),
+        made_by_(made_by) {
     set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
     if (!is_inference()) set_version_counter(version);
   }
 
   const std::shared_ptr<const PieceOf>& of() const { return of_; }
+  uint64_t made_by() const { return made_by_; }
 
   // What detach() and data() make is a piece, too.
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool allow_tensor_metadata_change) const override {
-    auto copy = c10::make_intrusive<PieceImpl>(*this, of_, version);
+    auto copy = c10::make_intrusive<PieceImpl>(*this, of_, made_by_, version);
     copy->set_allow_tensor_metadata_change(allow_tensor_metadata_change);
     return copy;
   }
@@ -47,16 +51,12 @@ class PieceImpl final : public c10::TensorImpl {
 
  private:
   std::shared_ptr<const PieceOf> of_;
+  uint64_t made_by_;
 };
 
 const PieceImpl* impl_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kKey)) return nullptr;
   return dynamic_cast<const PieceImpl*>(tensor.unsafeGetTensorImpl());
-}
-
-bool same(const PieceOf& a, const PieceOf& b) {
-  return &a == &b || (a.parameter == b.parameter && a.range.begin == b.range.begin && a.range.end == b.range.end &&
-                      a.shape == b.shape && !a.holders.owner_before(b.holders) && !b.holders.owner_before(a.holders));
 }
 
 // ---- what goes through
@@ -165,10 +165,15 @@ const Known& known(const c10::OperatorHandle& op) {
 struct Operands {
   std::shared_ptr<const PieceOf> of;
   at::IntArrayRef shape;
+  Digest made_by;
+  uint64_t first_made_by = 0;
 
   void add(const at::Tensor& tensor) {
-    const PieceImpl* piece = of ? nullptr : impl_of(tensor);
+    const PieceImpl* piece = impl_of(tensor);
     if (piece == nullptr) return;
+    made_by.add(piece->made_by());
+    if (of) return;
+    first_made_by = piece->made_by();
     of = piece->of();
     shape = piece->sizes();
   }
@@ -188,6 +193,23 @@ void check(const Operands& operands, const c10::OperatorHandle& op, const c10::A
       "piece into a tensor of its shape if this rank's numbers are what you want");
 }
 
+at::Tensor mark(const at::Tensor& view, std::shared_ptr<const PieceOf> of, uint64_t made_by) {
+  const c10::TensorImpl& impl = *view.unsafeGetTensorImpl();
+  return at::detail::make_tensor<PieceImpl>(impl, std::move(of), made_by, impl.version_counter());
+}
+
+// What has the operand's numbers is made by what made that one.
+uint64_t made_by(const Operands& operands, std::string_view what) {
+  static const std::unordered_set<std::string_view> same = {
+      "aten::clone",       "aten::detach",     "aten::alias",      "aten::lift_fresh",
+      "aten::to",          "aten::_to_copy",   "aten::contiguous", "aten::resolve_conj",
+      "aten::resolve_neg", "aten::pin_memory", "aten::_pin_memory"};
+  if (same.contains(what)) return operands.first_made_by;
+  Digest digest = operands.made_by;
+  digest.add(what);
+  return static_cast<uint64_t>(digest.value());
+}
+
 at::Tensor marked(const at::Tensor& result, const Operands& operands, std::string_view what) {
   const bool half_marked = result.defined() && result.key_set().has(kKey) && impl_of(result) == nullptr;
   if (!operands.of || !result.defined() || impl_of(result) != nullptr) return result;
@@ -196,7 +218,7 @@ at::Tensor marked(const at::Tensor& result, const Operands& operands, std::strin
     pieces::refuse(*operands.of, what,
                    "its result would have a graph, which a piece cannot carry; detach() the others");
   }
-  return mark_piece(result, operands.of);
+  return mark(result, operands.of, made_by(operands, what));
 }
 
 void go_through(const c10::OperatorHandle& op, Stack* stack) {
@@ -279,7 +301,7 @@ void reshape(const c10::OperatorHandle& op, Stack* stack) {
     refuse(shape);
   }
   if (result.dim() != 1 && result.sizes() != at::IntArrayRef(shape)) refuse(shape);
-  stack->back() = impl_of(result) != nullptr ? result : mark_piece(result, piece->of());
+  stack->back() = impl_of(result) != nullptr ? result : mark(result, piece->of(), piece->made_by());
 }
 
 // operator<< shows numbers by way of this cast, and nothing else of a tensor's own.
@@ -314,8 +336,17 @@ void dispatch(const c10::OperatorHandle& op, Stack* stack) {
 int64_t PieceOf::numel() const { return c10::multiply_integers(shape); }
 
 at::Tensor mark_piece(const at::Tensor& view, std::shared_ptr<const PieceOf> of) {
-  const c10::TensorImpl& impl = *view.unsafeGetTensorImpl();
-  return at::detail::make_tensor<PieceImpl>(impl, std::move(of), impl.version_counter());
+  return mark(view, std::move(of), 0);
+}
+
+bool same_piece(const PieceOf& a, const PieceOf& b) {
+  return &a == &b || (a.parameter == b.parameter && a.range.begin == b.range.begin && a.range.end == b.range.end &&
+                      a.shape == b.shape && !a.holders.owner_before(b.holders) && !b.holders.owner_before(a.holders));
+}
+
+uint64_t made_by(const at::Tensor& tensor) {
+  const PieceImpl* piece = impl_of(tensor);
+  return piece != nullptr ? piece->made_by() : 0;
 }
 
 std::shared_ptr<const PieceOf> piece_of(const at::Tensor& tensor) {
@@ -331,6 +362,10 @@ at::Tensor unmarked(const at::Tensor& tensor) {
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (!impl->is_inference()) impl->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
   return plain;
+}
+
+void refuse_piece(const at::Tensor& tensor, const std::string& what) {
+  if (const auto of = piece_of(tensor)) pieces::refuse(*of, what, "it would be this rank's own");
 }
 
 std::string describe(const PieceOf& piece) {
@@ -355,7 +390,7 @@ void refuse(const PieceOf& piece, std::string_view what, const std::string& why)
 
 void check_operand(const PieceOf& piece, at::IntArrayRef shape, const at::Tensor& other, std::string_view what) {
   if (const PieceImpl* its = impl_of(other)) {
-    if (same(*its->of(), piece) && other.sizes() == shape) return;
+    if (same_piece(*its->of(), piece) && other.sizes() == shape) return;
     if (its->of()->parameter == piece.parameter) {
       refuse(
           piece, what,

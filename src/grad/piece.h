@@ -17,6 +17,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -32,6 +33,8 @@ struct Holders {
   Group shard;
   // Where a rank stands that asks everybody for `what`; throws if nobody can be asked now.
   std::function<Where(const std::string& what)> ask;
+  // So much this rank has asked since all of them last met.
+  mutable std::atomic<int64_t> asked = 0;
 };
 
 // What a piece is a piece of.
@@ -51,8 +54,17 @@ at::Tensor mark_piece(const at::Tensor& view, std::shared_ptr<const PieceOf> of)
 // What a tensor is a piece of; null where it is none.
 std::shared_ptr<const PieceOf> piece_of(const at::Tensor& tensor);
 
+// Whether two pieces are of the same elements of the same gradient.
+bool same_piece(const PieceOf& a, const PieceOf& b);
+
+// A digest of the operations that made a piece of the one in .grad; 0: it has the same numbers. Ranks compare it when they ask.
+uint64_t made_by(const at::Tensor& tensor);
+
 // The same memory without the mark; a tensor that is no piece as it is.
 at::Tensor unmarked(const at::Tensor& tensor);
+
+// The Error that `what` of a piece is, where it would be this rank's own; nothing of another tensor.
+void refuse_piece(const at::Tensor& tensor, const std::string& what);
 
 // In words: which elements of which gradient, and where the rest is.
 std::string describe(const PieceOf& piece);

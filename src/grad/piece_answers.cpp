@@ -6,6 +6,7 @@
 #include <bit>
 #include <limits>
 #include <map>
+#include <set>
 #include <string_view>
 #include <unordered_map>
 
@@ -94,7 +95,7 @@ int64_t message_size(int64_t values) {
 // Everybody's numbers, a row for each rank. They travel as they are, 64 bits each, behind a digest of the question and of
 // what it is `about`.
 at::Tensor everybodys(const PieceOf& piece, const std::string& question, const at::Tensor& mine,
-                      const std::string& about = {}) {
+                      const std::string& about) {
   const std::shared_ptr<const Holders> holders = piece.holders.lock();
   if (!holders) {
     refuse(piece, question, "its engine has ended, and nobody can ask the other ranks any more");
@@ -104,6 +105,7 @@ at::Tensor everybodys(const PieceOf& piece, const std::string& question, const a
   Digest digest;
   digest.add(question);
   digest.add(about);
+  digest.add(static_cast<uint64_t>(holders->asked));
   at::Tensor wire = at::zeros({size}, mine.options().dtype(at::kLong));
   wire.narrow(0, 0, 1).fill_(digest.value());
   wire.narrow(0, 1, count).copy_(mine.contiguous().view(at::kLong));
@@ -153,9 +155,30 @@ at::Tensor as_result(const at::Tensor& values, at::ScalarType dtype) {
   return number.to(dtype);
 }
 
+// From here on it counts as asked, though torch may yet refuse it on this rank: those behind it are not taken for it.
+struct Asking : Below {
+  explicit Asking(const PieceOf& piece) { count(piece); }
+  explicit Asking(const std::vector<at::Tensor>& parts) {
+    std::set<std::shared_ptr<const Holders>> engines;
+    for (const at::Tensor& part : parts) {
+      const auto of = piece_of(part);
+      if (of && engines.insert(of->holders.lock()).second) count(*of);
+    }
+  }
+  static void count(const PieceOf& piece) {
+    if (const auto holders = piece.holders.lock()) ++holders->asked;
+  }
+};
+
+// What is told beside the words of a question: in which numbers, of which part of the program's.
+std::string beside(const at::Tensor& part, std::optional<at::ScalarType> dtype) {
+  return c10::str(part.scalar_type(), " ", dtype.value_or(part.scalar_type()), " ", made_by(part), ";");
+}
+
 struct Asked {
   at::Tensor local;  // the piece; only to be used below the key
   std::shared_ptr<const PieceOf> of;
+  std::string about;
 };
 
 Asked asked(const Call& call) {
@@ -167,7 +190,7 @@ Asked asked(const Call& call) {
                          call.name(), "(…)"));
   }
   call.check_all_of(*of);
-  return {local, std::move(of)};
+  return {local, std::move(of), beside(local, call.dtype())};
 }
 
 at::Tensor scalar(double value, const at::Tensor& like) {
@@ -176,10 +199,14 @@ at::Tensor scalar(double value, const at::Tensor& like) {
 
 // ---- norms
 
+// One zero for an empty part, so that torch refuses there what it refuses of the others.
+at::Tensor never_empty(const at::Tensor& part) { return part.numel() > 0 ? part : at::zeros({1}, part.options()); }
+
 // Of one part of a gradient, also an empty one.
 at::Tensor norm_of(const at::Tensor& part, double order, at::ScalarType dtype) {
+  const at::Tensor norm = at::linalg_vector_norm(never_empty(part), order, std::nullopt, false, wide(dtype));
   if (part.numel() == 0) return scalar(order < 0 ? kInfinity : 0.0, part);
-  return at::linalg_vector_norm(part, order, std::nullopt, false, wide(dtype)).to(at::kDouble);
+  return norm.to(at::kDouble);
 }
 
 // From the parts' norms, a row for each rank: their norm, but for the number of elements that are not zero.
@@ -198,17 +225,17 @@ at::ScalarType dtype_of_norm(const at::Tensor& part, std::optional<at::ScalarTyp
 
 void answer_norm(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   const bool matrix = call.name() == "linalg_norm" && call["ord"] != nullptr && of->shape.size() != 1;
   if (matrix) refuse(*of, call.name(), "a norm of matrices needs them whole");
   const char* order_name = op.schema().argumentIndexWithName("ord") ? "ord" : "p";
   const double order = call.number(order_name, 2.0);
   check_has_norm(*of, local, call.name());
-  const Below below;
+  const Asking asking(*of);
   if (of->numel() == 0) return call.ask_empty(*of);
   const at::ScalarType dtype = call.dtype().value_or(local.scalar_type());
   const at::Tensor mine = norm_of(local, order, dtype).view({-1});
-  const at::Tensor rows = everybodys(*of, question_about(c10::str("the ", order, "-norm"), *of), mine);
+  const at::Tensor rows = everybodys(*of, question_about(c10::str("the ", order, "-norm"), *of), mine, about);
   call.give({norm_of_norms(rows, order).squeeze(0).to(dtype_of_norm(local, call.dtype()))});
 }
 
@@ -216,7 +243,7 @@ void answer_norm(const c10::OperatorHandle& op, Stack& stack) {
 
 // Asks once per engine for one number of each piece of a list; `numbers` holds everybody's sum, say, afterwards.
 void ask_list(const std::vector<at::Tensor>& parts, std::vector<at::Tensor>& numbers, const std::string& what,
-              const std::function<at::Tensor(const at::Tensor& rows)>& combine) {
+              std::optional<at::ScalarType> dtype, const std::function<at::Tensor(const at::Tensor& rows)>& combine) {
   std::vector<std::pair<std::shared_ptr<const Holders>, std::vector<size_t>>> engines;
   for (size_t i = 0; i < parts.size(); ++i) {
     const auto of = piece_of(parts[i]);
@@ -233,7 +260,7 @@ void ask_list(const std::vector<at::Tensor>& parts, std::vector<at::Tensor>& num
     std::vector<at::Tensor> mine;
     for (const size_t i : places) {
       mine.push_back(numbers[i].to(parts[places[0]].device()));
-      names += piece_of(parts[i])->parameter + ",";
+      names += piece_of(parts[i])->parameter + "," + beside(parts[i], dtype);
     }
     const at::Tensor totals = combine(everybodys(first, question, at::stack(mine), names));
     for (size_t j = 0; j < places.size(); ++j) numbers[places[j]] = totals[static_cast<int64_t>(j)];
@@ -255,19 +282,20 @@ void answer_list(const c10::OperatorHandle& op, Stack& stack) {
       }
     }
   }
-  const Below below;
+  const Asking asking(parts);
   std::vector<at::Tensor> numbers;
   for (const at::Tensor& part : parts) {
     const at::ScalarType dtype = call.dtype().value_or(part.scalar_type());
     if (which == Listed::max) {
-      numbers.push_back(part.numel() == 0 ? scalar(-kInfinity, part) : part.max().to(at::kDouble));
+      const at::Tensor most = never_empty(part).max().to(at::kDouble);
+      numbers.push_back(part.numel() == 0 ? scalar(-kInfinity, part) : most);
     } else if (which == Listed::norm || order == 0) {
       numbers.push_back(norm_of(part, order, dtype));
     } else {
       numbers.push_back(part.abs().to(c10::toRealValueType(wide(dtype))).pow(order).sum().to(at::kDouble));
     }
   }
-  ask_list(parts, numbers, which == Listed::norm ? c10::str("the ", order, "-norm") : call.name(),
+  ask_list(parts, numbers, which == Listed::norm ? c10::str("the ", order, "-norm") : call.name(), call.dtype(),
            [&](const at::Tensor& rows) {
              if (which == Listed::max) return rows.amax(0);
              return which == Listed::norm ? norm_of_norms(rows, order) : rows.sum(0);
@@ -286,10 +314,11 @@ void answer_unscale(const c10::OperatorHandle& op, Stack& stack) {
   const size_t first = stack.size() - op.schema().arguments().size();
   const std::vector<at::Tensor> parts = stack[first].toTensorVector();
   const at::Tensor found = stack[first + 1].toTensor();
-  const Below below;
+  const Asking asking(parts);
   op.callBoxed(&stack);
   std::vector<at::Tensor> numbers(parts.size(), found.to(at::kDouble).reshape({}));
-  ask_list(parts, numbers, "whether all numbers are finite", [](const at::Tensor& rows) { return rows.amax(0); });
+  ask_list(parts, numbers, "whether all numbers are finite", std::nullopt,
+           [](const at::Tensor& rows) { return rows.amax(0); });
   for (const at::Tensor& number : numbers) found.copy_(at::maximum(found, number.to(found.options())));
 }
 
@@ -300,7 +329,7 @@ enum class Sum { sum, nansum, mean, prod, count };
 template <Sum which>
 void answer_sum(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   const bool integral = c10::isIntegralType(local.scalar_type(), /*includeBool=*/true);
   at::ScalarType dtype = call.dtype().value_or(integral ? at::kLong : local.scalar_type());
   if (which == Sum::count) dtype = at::kLong;
@@ -308,13 +337,13 @@ void answer_sum(const c10::OperatorHandle& op, Stack& stack) {
     refuse(*of, call.name(), c10::str("expected floating-point numbers, found ", dtype));
   }
   if (which == Sum::prod && c10::isComplexType(dtype)) refuse(*of, call.name(), "complex products are not supported");
-  const Below below;
+  const Asking asking(*of);
   at::Tensor mine;
   if (which == Sum::count) mine = at::count_nonzero(local);
   if (which == Sum::sum || which == Sum::mean) mine = at::sum(local, wide(dtype));
   if (which == Sum::nansum) mine = at::nansum(local, std::nullopt, false, wide(dtype));
   if (which == Sum::prod) mine = at::prod(local, wide(dtype));
-  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), as_values(mine));
+  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), as_values(mine), about);
   at::Tensor total = which == Sum::prod ? rows.prod(0) : rows.sum(0);
   if (which == Sum::mean) total = total / static_cast<double>(of->numel());
   call.give({as_result(total, dtype)});
@@ -324,7 +353,9 @@ enum class End { max, min };
 
 // Of one part; of an empty one, what no number goes beyond.
 at::Tensor extremum(const at::Tensor& part, End end) {
-  if (part.numel() > 0) return as_values(end == End::max ? part.max() : part.min());
+  const at::Tensor some = never_empty(part);
+  const at::Tensor number = end == End::max ? some.max() : some.min();
+  if (part.numel() > 0) return as_values(number);
   const double sign = end == End::max ? -1 : 1;
   if (part.is_floating_point()) return scalar(sign * kInfinity, part).view({-1});
   using Long = std::numeric_limits<int64_t>;
@@ -334,32 +365,32 @@ at::Tensor extremum(const at::Tensor& part, End end) {
 template <End end>
 void answer_extremum(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   if (local.is_complex()) refuse(*of, call.name(), "complex numbers have no order");
-  const Below below;
+  const Asking asking(*of);
   if (of->numel() == 0) return call.ask_empty(*of);
-  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), extremum(local, end));
+  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), extremum(local, end), about);
   call.give({as_result(end == End::max ? rows.amax(0) : rows.amin(0), local.scalar_type())});
 }
 
 void answer_both_extrema(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   if (local.is_complex()) refuse(*of, call.name(), "complex numbers have no order");
-  const Below below;
+  const Asking asking(*of);
   if (of->numel() == 0) return call.ask_empty(*of);
   const at::Tensor mine = at::cat({extremum(local, End::min), extremum(local, End::max)});
-  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), mine);
+  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), mine, about);
   call.give({rows.select(1, 0).amin().to(local.scalar_type()), rows.select(1, 1).amax().to(local.scalar_type())});
 }
 
 template <End end>  // max: any, min: all
 void answer_test(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
-  const Below below;
+  const auto [local, of, about] = asked(call);
+  const Asking asking(*of);
   const at::Tensor mine = as_values(end == End::max ? local.any() : local.all());
-  const at::Tensor rows = everybodys(*of, question_about(call.name() + "()", *of), mine);
+  const at::Tensor rows = everybodys(*of, question_about(call.name() + "()", *of), mine, about);
   const at::ScalarType dtype = local.scalar_type() == at::kByte ? at::kByte : at::kBool;
   call.give({as_result(end == End::max ? rows.amax(0) : rows.amin(0), dtype)});
 }
@@ -367,17 +398,17 @@ void answer_test(const c10::OperatorHandle& op, Stack& stack) {
 // From every part's count, mean and sum of squares about its mean.
 void answer_variance(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   check_has_norm(*of, local, call.name());
   if (local.is_complex()) refuse(*of, call.name(), "complex numbers are not supported");
-  const Below below;
+  const Asking asking(*of);
   at::Tensor mine = at::zeros({3}, local.options().dtype(at::kDouble));
   if (local.numel() > 0) {
     const auto [variance, mean] = at::var_mean(local.to(wide(local.scalar_type())), std::nullopt, at::Scalar(0), false);
     const auto count = static_cast<double>(local.numel());
     mine = at::stack({scalar(count, local), mean.to(at::kDouble), variance.to(at::kDouble) * count});
   }
-  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), mine);
+  const at::Tensor rows = everybodys(*of, question_about("the " + call.name(), *of), mine, about);
   const at::Tensor counts = rows.select(1, 0), means = rows.select(1, 1);
   const auto total = static_cast<double>(of->numel());
   const at::Tensor mean = (counts * means).sum() / total;
@@ -395,11 +426,11 @@ void answer_variance(const c10::OperatorHandle& op, Stack& stack) {
 
 void answer_item(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   if (of->numel() != 1) refuse(*of, call.name(), c10::str("the gradient has ", of->numel(), " elements; expected one"));
-  const Below below;
+  const Asking asking(*of);
   const at::Tensor mine = as_values(at::sum(local, wide(local.scalar_type())));
-  const at::Tensor rows = everybodys(*of, question_about("item()", *of), mine);
+  const at::Tensor rows = everybodys(*of, question_about("item()", *of), mine, about);
   const at::Scalar number = as_result(rows.sum(0), local.scalar_type()).item();
   if (call.name() == "is_nonzero") return call.give({!number.equal(0)});
   call.give({number});
@@ -407,13 +438,13 @@ void answer_item(const c10::OperatorHandle& op, Stack& stack) {
 
 void answer_equal(const c10::OperatorHandle& op, Stack& stack) {
   Call call(op, stack);
-  const auto [local, of] = asked(call);
+  const auto [local, of, about] = asked(call);
   const at::Tensor other = call["other"]->toTensor();
   check_operand(*of, local.sizes(), other, call.name());
-  const Below below;
+  const Asking asking(*of);
   const at::Tensor mine =
       at::full({1}, static_cast<int64_t>(at::equal(local, other)), local.options().dtype(at::kLong));
-  call.give({everybodys(*of, question_about("equal()", *of), mine).all().item<bool>()});
+  call.give({everybodys(*of, question_about("equal()", *of), mine, about).all().item<bool>()});
 }
 
 void answer_allclose(const c10::OperatorHandle& op, Stack& stack) {

@@ -394,6 +394,7 @@ void Reducer::adopt(const Agreement& all) {
 }
 
 void Reducer::gradients_agreed() {
+  buckets_.ranks_met();
   for (Sink& sink : members_.sinks()) {
     sink.contributed = false;
     sink.agreed = sink.grad().defined();

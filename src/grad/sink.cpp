@@ -203,6 +203,13 @@ void Sink::take_in_piece() {
                          parameter.sizes(), ", the parameter's",
                          view.defined() ? c10::str(", or ", view.sizes(), ", this rank's piece of it") : ""));
   }
+  const auto theirs = piece_of(mine), own = piece_of(shown);
+  if (theirs && own && !same_piece(*theirs, *own)) {
+    throw Error(theirs->rank,
+                "the gradient of parameter '" + name + "' is another parameter's piece, " + describe(*theirs) +
+                    "; where gradients are sharded, pieces cannot be moved between parameters: assign whole "
+                    "gradients");
+  }
   view.copy_(unmarked(mine));
   keep_for_current(mine);
   mine = shown;

@@ -100,6 +100,20 @@ TEST(Piece, PiecesOfTwoGradientsAreNotMixed) {
   });
 }
 
+// Also a computed one, which lies nowhere in a bucket, and has the shape.
+TEST(Piece, OneOfAnotherGradientIsNotTaken) {
+  EXPECT_THAT(test::errors(2,
+                           [](World world) {
+                             One a, b;
+                             Engine engine(world, NamedTensors{{"a", a.p}, {"b", b.p}}, {}, SGD{.lr = 1},
+                                           {.strategy = "zero2", .bucket_bytes = 200, .first_bucket_bytes = 200});
+                             ((a.p + b.p) * torch::arange(60).view({6, 10})).sum().backward();
+                             b.p.mutable_grad() = a.p.grad() * 2;
+                             engine.step();
+                           }),
+              testing::Each(AllOf(HasSubstr("'b' is another parameter's piece"), HasSubstr("'a'"))));
+}
+
 TEST(Piece, RanksThatAskForDifferentThingsAreTold) {
   EXPECT_THAT(errors([](const at::Tensor& p, int rank, Engine&) { rank ? p.grad().sum() : p.grad().norm(); }),
               testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("something else"))));
@@ -134,6 +148,62 @@ TEST(Piece, ANumberThatIsNotFiniteIsFoundWhicheverEngineHasIt) {
       });
     }
   }
+}
+
+// All of the numbers lie on rank 0: on rank 1 torch would not have looked at the dtype.
+TEST(Piece, WhatTorchRefusesIsRefusedOnRanksThatHoldNothing) {
+  const std::vector<std::pair<std::string, std::function<void(const at::Tensor&)>>> refused = {
+      {"norm", [](const at::Tensor& g) { g.norm(2, at::kLong); }},
+      {"_foreach_norm", [](const at::Tensor& g) { at::_foreach_norm({g}, 2, at::kLong); }},
+      {"_foreach_max", [](const at::Tensor& g) { at::_foreach_max({at::complex(g, g)}); }},
+  };
+  for (const auto& [name, program] : refused) {
+    run_local(2, [&](World world) {
+      One model({3, 4});
+      Engine engine(world, model, SGD{.lr = 1}, {.strategy = "zero2"});
+      (2 * model.p).sum().backward();
+      const at::Tensor g = model.p.grad();
+      EXPECT_EQ(g.numel(), world.rank() == 0 ? 12 : 0);
+      EXPECT_ANY_THROW(program(g)) << name;
+      EXPECT_FLOAT_EQ(g.norm().item<float>(), std::sqrt(48.0F)) << name;
+      EXPECT_FLOAT_EQ((g * 3).norm().item<float>(), 3 * std::sqrt(48.0F)) << name;
+    });
+  }
+}
+
+// What torch refused on one rank alone was asked by the others: what is asked next is none of theirs.
+TEST(Piece, RanksThatAreOneQuestionApartAreTold) {
+  EXPECT_THAT(errors([](const at::Tensor& p, int rank, Engine&) {
+                const at::Tensor g = p.grad();
+                if (rank == 0) {
+                  EXPECT_ANY_THROW(g.equal(torch::ones(g.sizes(), at::kMeta)));
+                }
+                EXPECT_TRUE(g.equal(rank == 0 ? g : g + 1));
+              }),
+              testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("something else"))));
+}
+
+TEST(Piece, RanksThatAskForOtherNumbersAreTold) {
+  using Program = std::function<void(const at::Tensor& g)>;
+  const std::vector<std::pair<Program, Program>> asked = {
+      {[](const at::Tensor& g) { (g * 0).sum(); }, [](const at::Tensor& g) { g.sum(); }},
+      {[](const at::Tensor& g) { (g * 3).norm(); }, [](const at::Tensor& g) { (g + 3).norm(); }},
+      {[](const at::Tensor& g) { at::_foreach_norm({g * g}); }, [](const at::Tensor& g) { at::_foreach_norm({g}); }},
+      {[](const at::Tensor& g) { g.sum(at::kLong); }, [](const at::Tensor& g) { g.sum(); }},
+  };
+  for (const auto& [one, other] : asked) {
+    EXPECT_THAT(errors([&](const at::Tensor& p, int rank, Engine&) { (rank ? one : other)(p.grad()); }),
+                testing::Each(AllOf(HasSubstr("'p'"), HasSubstr("something else"))));
+  }
+}
+
+// A copy has the same numbers.
+TEST(Piece, RanksMayAskACopy) {
+  EXPECT_THAT(errors([](const at::Tensor& p, int rank, Engine&) {
+                const at::Tensor g = rank ? p.grad().detach().clone().view({-1}) : p.grad();
+                EXPECT_EQ(g.sum().item<float>(), 59 * 30);
+              }),
+              testing::Each("none"));
 }
 
 TEST(Piece, ARankThatDoesNotAskEndsInAnErrorThatNamesTheQuestion) {
@@ -195,10 +265,10 @@ TEST(Piece, ItsNumbersAreCopiedOutAsThisRanksOwn) {
 // Without an engine: a holder that counts what it is asked.
 TEST(Piece, AListIsOneMessage) {
   std::vector<std::string> questions;
-  const auto holders = std::make_shared<const Holders>(Holders{Group(), [&](const std::string& what) {
-                                                                 questions.push_back(what);
-                                                                 return Where{};
-                                                               }});
+  const auto holders = std::make_shared<const Holders>(Group(), [&](const std::string& what) {
+    questions.push_back(what);
+    return Where{};
+  });
   std::vector<at::Tensor> gradients;
   for (int64_t i = 0; i < 50; ++i) {
     gradients.push_back(mark_piece(torch::full({1, i}, 2.0), std::make_shared<PieceOf>(PieceOf{
