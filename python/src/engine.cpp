@@ -262,6 +262,7 @@ void bind_engine(py::module_& module) {
   bind_options(module);
   bind_trace(module);
   module.def("is_piece", [](const at::Tensor& tensor) { return piece_of(tensor) != nullptr; }, "tensor"_a);
+  module.def("refuse_piece", &refuse_piece, "tensor"_a, "what"_a);
   const auto done = [](auto& self, const py::object&, const py::object&, const py::object&) { self.exit(); };
   py::class_<NoSyncObject>(module, "NoSync")
       .def("__enter__", [](NoSyncObject& self) { self.enter(); })

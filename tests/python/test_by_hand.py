@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -105,3 +110,45 @@ def test_a_grad_scaler_skips_on_every_rank_what_is_infinite_on_one(strategy: str
         assert scales == expected == [1024.0, 512.0, 512.0, 1024.0]
         assert moved == [True, False, True, True]
         assert far < 1e-10
+
+
+WAYS_OUT: list[tuple[str, Callable[[torch.Tensor], object]]] = [
+    ("deepcopy", copy.deepcopy),
+    ("copy", copy.copy),
+    ("pickle", pickle.dumps),
+    ("save", lambda g: torch.save(g, io.BytesIO())),
+    ("dlpack", torch.from_dlpack),
+    ("numpy", lambda g: g.numpy()),
+    ("asarray", numpy.asarray),
+    ("norm", numpy.linalg.norm),
+]
+
+
+def refusals(strategy: str) -> list[str]:
+    """What each way out of a gradient says, and 'none' where it says nothing."""
+    p = torch.nn.Parameter(torch.zeros(6))
+    engine = plumb.Engine([("p", p)], plumb.SGD(lr=1.0), strategy=strategy)
+    (p * torch.arange(6.0)).sum().backward()
+    assert p.grad is not None
+    texts = []
+    for _, way in WAYS_OUT:
+        try:
+            way(p.grad)
+            texts.append("none")
+        except plumb.Error as error:
+            texts.append(str(error))
+        way(torch.ones(3))
+    numbers = torch.empty(p.grad.shape).copy_(p.grad)
+    assert numbers.numpy().size == numbers.numel() == len(numbers.reshape(-1).tolist())
+    engine.step()
+    return texts
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_piece_does_not_leave_torch_as_this_ranks_own_numbers(strategy: str) -> None:
+    for texts in plumb.spawn(refusals, 2, (strategy,)):
+        for (name, _), text in zip(WAYS_OUT, texts, strict=True):
+            if strategy == "ddp":
+                assert text == "none", name
+            else:
+                assert "'p'" in text and "this rank's own" in text and "full_gradient" in text, f"{name}: {text}"
