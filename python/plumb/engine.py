@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C, compiled, given as _given, optim, units as _units
+from . import _C, compiled, given as _given, optim, pieces as _pieces, units as _units
 from ._C import Error, LossScale, Mesh, Schedule, StepInfo, World
 from .deferred import fill
 from .save.engine import AnyOptimizer, Saving
@@ -147,7 +147,9 @@ class Engine(Saving):
                 ledger=ledger,
             )
 
-            cuts_parameters, _, cuts_state = _C.sharded(strategy, options.mesh, self.world.size)
+            cuts_parameters, cuts_gradients, cuts_state = _C.sharded(strategy, options.mesh, self.world.size)
+            if cuts_gradients:
+                _pieces.close_ways_out()
             own: list[tuple[nn.Module, list[torch.Tensor]]] = []
             if module is not None and cuts_parameters:
                 own = _units.own_parameters(module, _units.choose(module, units))
@@ -165,6 +167,8 @@ class Engine(Saving):
                 owns = cuts_state or (options.master_weights and any(_given.is_half(p) for _, p in named))
                 optim.check(optimizer, named, cuts_state, strategy, one_by_one=elementwise is True, masters=owns and not cuts_state)
                 whole = not (optim.is_elementwise(optimizer) if elementwise is None else elementwise)
+                if deterministic and cuts_state and not options.master_weights and any(_given.is_half(p) for _, p in named):
+                    whole = True  # torch rounds elements of half precision otherwise where a tensor ends elsewhere
                 if cuts_state and whole:
                     options.cut = _C.Cut.at_parameters
                 native_optimizer = _C.UserOptimizer() if owns else _C.NoOptimizer()

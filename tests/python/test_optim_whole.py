@@ -265,3 +265,34 @@ def test_state_of_one_process_is_loaded_at_any_time_and_that_of_a_rank_where_it_
         assert max(far) < 1e-9, far
         assert f"is of rank {rank} of 3, and this is rank {rank} of 2: each rank loads what it saved" in said[0]
         assert "loaded before the engine's first step" in said[1]
+
+
+HALF = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True, weight_decay=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+def half_steps(strategy: str, name: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    named = [(f"p{n}", nn.Parameter(torch.randn(n, generator=generator).bfloat16())) for n in (91, 5, 77)]
+    size, rank = plumb.world().size, plumb.world().rank
+    engine = plumb.Engine(named, HALF[name]([p for _, p in named]), strategy=strategy, deterministic=True, virtual_ranks=2)
+    for _ in range(9):
+        shares = [[torch.randn(p.shape, generator=generator).bfloat16() for _, p in named] for _ in range(2)]
+        for share in shares if size == 1 else shares[rank : rank + 1]:
+            loss = sum((p * each).sum() for (_, p), each in zip(named, share, strict=True))
+            engine.backward(loss * engine.share_weight())
+        engine.step()
+        engine.zero_grad()
+    return [engine.full_parameter(p) for _, p in named]
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_without_masters_has_the_same_bits_wherever_state_is_cut(name: str) -> None:
+    (alone,) = plumb.spawn(half_steps, 1, ("ddp", name))
+    for strategy in ("zero1", "zero2"):
+        for found in plumb.spawn(half_steps, 2, (strategy, name)):
+            for one, other in zip(alone, found, strict=True):
+                assert torch.equal(one, other), f"{strategy}: {(one - other).abs().max()} off"
