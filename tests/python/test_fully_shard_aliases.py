@@ -311,6 +311,18 @@ def ranks_whose_rows_foreach_does_not_change_wait_for_the_others() -> None:
 
 
 @case
+def what_is_written_past_any_count_is_seen_after_an_evaluation() -> None:
+    for how in policies.values():
+        model = built(plumb.fully_shard, **how)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        evaluate(model)
+        for parameter in model.parameters():
+            parameter.to_local().data.zero_()
+        dist.barrier()
+        assert evaluate(model) == 0
+
+
+@case
 def foreach_counts_what_its_siblings_count() -> None:
     model = built(plumb.fully_shard)
     parameter = next(model.parameters())

@@ -21,7 +21,8 @@ from .module import _UNIT, FSDPModule, Misuse, unit_of
 from .optim import watch_optimizers
 from .parallel import Parallel, part_of
 from .unit import Unit
-from .sharded import Cut, Place, Sharded, ShardedParameter, sharded_of
+from .cut import Cut, Place
+from .sharded import Sharded, ShardedParameter, sharded_of
 from ..world import check_processes
 
 M = TypeVar("M", bound=nn.Module)
