@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from . import given as _given
 from ._C import Error, World, run_threads, settle_autograd
-from .world import as_thread, leave
+from .world import as_thread, fail, leave
 
 
 def spawn(
@@ -143,12 +143,17 @@ def _rank(
         message = pickle.dumps((True, fn(*args)))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the caller hears of it)
         status = 1
-        message = pickle.dumps((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        what = f"{type(error).__name__}: {error}"
+        message = pickle.dumps((False, (what, traceback.format_exc())))
+        with contextlib.suppress(OSError):  # the caller has gone
+            pipe.send_bytes(message)  # before the others fail over it
+        fail(what)
     leave()  # as an interpreter that ends does; a forked process does not
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     try:
-        pipe.send_bytes(message)
+        if status == 0:
+            pipe.send_bytes(message)
     finally:
         pipe.close()
         sys.stdout.flush()

@@ -144,6 +144,12 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+def fail(why: str) -> None:
+    """Every other rank of this process's worlds gets an Error with ``why`` where it waits for this one, or will."""
+    for known in _worlds.values():
+        known.fail(why)
+
+
 @atexit.register
 def leave() -> None:
     """Closes every engine and leaves every world of this process. Happens by itself at exit."""

@@ -7,6 +7,8 @@
 
 #include "bind.h"
 #include "grad/manifest.h"
+#include "world/group.h"
+#include "world/world_impl.h"
 
 namespace plumb::python {
 namespace {
@@ -68,6 +70,19 @@ void refuse(WorldObject& world, const std::string& why) {
   check_together(*world, std::make_exception_ptr(std::runtime_error(why)));
 }
 
+// The others learn of it here, whoever still holds a part of this world: what goes with the process says nothing.
+void leave(WorldObject& world) {
+  if (!world.ended()) {
+    py::gil_scoped_release released;
+    if (Watch* watch = (*world).impl().watch.get()) watch->leave();
+  }
+  world.end();
+}
+
+void fail(WorldObject& world, const std::string& why) {
+  if (!world.ended()) report_failure(*world, Error((*world).rank(), why).what(), {});
+}
+
 }  // namespace
 
 void bind_world(py::module_& module) {
@@ -89,7 +104,8 @@ void bind_world(py::module_& module) {
       .def(
           "barrier", [](WorldObject& self) { (*self).barrier(); }, no_gil())
       .def("refuse", &refuse, "why"_a, no_gil())
-      .def("leave", [](WorldObject& self) { self.end(); })
+      .def("fail", &fail, "why"_a, no_gil())
+      .def("leave", &leave)
       .def("__repr__", [](WorldObject& self) {
         if (self.ended()) return std::string("<plumb.World, left>");
         const World& world = *self;

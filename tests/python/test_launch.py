@@ -70,6 +70,31 @@ def test_all_that_failed_are_named_with_the_first_ones_traceback() -> None:
     assert "in fails" in text, "where it was raised"
 
 
+def test_a_rank_that_returned_has_left_and_did_not_crash() -> None:
+    def goes_on_alone() -> None:
+        world = plumb.world()
+        model = torch.nn.Linear(4, 4)
+        engine = plumb.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if world.rank == 0:
+            model(torch.ones(1, 4)).sum().backward()
+            engine.step()
+
+    with pytest.raises(plumb.Error, match="for rank 1, which has left the world") as caught:
+        plumb.spawn(goes_on_alone, 2)
+    assert "killed" not in str(caught.value)
+
+
+def test_what_a_rank_raised_is_told_to_those_that_wait_for_it() -> None:
+    def one_raises() -> None:
+        if plumb.world().rank == 1:
+            raise ValueError("no such corpus")
+        plumb.world().barrier()
+
+    with pytest.raises(plumb.Error, match="^rank 1: ValueError: no such corpus") as caught:
+        plumb.spawn(one_raises, 2)
+    assert "rank 1: ValueError: no such corpus" in str(caught.value).split("(then rank 0: ")[1]
+
+
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     with pytest.raises(plumb.Error, match="rank 0: .*[Pp]ickl"):
         plumb.spawn(lambda: (lambda: None), 1)
