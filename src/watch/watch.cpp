@@ -221,6 +221,27 @@ void Watch::look(Vigil& vigil) {
   }
 }
 
+void Watch::look_around(const Where& where, Silent silent) {
+  check();
+  const auto heard = channel_ ? channel_->read(patience) : std::nullopt;
+  if (!heard) return;
+  std::string gone;
+  for (int r = 0; r < size_; ++r) {
+    const auto& [report, changed] = (*heard)[r];
+    if (r == rank_) continue;
+    if (report.state == Report::State::failed) follow(r, report, where);
+    if (silent == Silent::is_waited_for) continue;
+    if (report.state == Report::State::left) {
+      raise("waits in " + describe(where) + " for rank " + std::to_string(r) + ", which has left the world", where);
+    }
+    if (Clock::now() - changed < silence) continue;
+    gone += (gone.empty() ? "rank " : "; rank ") + std::to_string(r) +
+            " is gone: its process was killed, crashed or hangs (last heard of " + seconds(Clock::now() - changed) +
+            " ago" + last_seen(report) + ")";
+  }
+  if (!gone.empty()) raise(gone + "; this rank was in " + describe(where), where);
+}
+
 void Watch::explain(const std::exception_ptr& thrown, const Where& where, const Ticket& ticket) {
   try {
     std::rethrow_exception(thrown);

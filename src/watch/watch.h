@@ -31,6 +31,7 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   int rank() const { return rank_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
   const std::shared_ptr<Wire>& wire() const { return wire_; }
   Timeline& timeline() { return timeline_; }
   Road& road() { return progress_->road; }
@@ -62,6 +63,11 @@ class Watch {
 
   // Turns what a backend threw into an Error that names the rank at fault if it can be found out.
   [[noreturn]] void explain(const std::exception_ptr& thrown, const Where& where, const Ticket& ticket);
+
+  // For what waits at the store alone: throws where another rank failed; with `is_gone`, also where one left, or has not
+  // been heard of for long.
+  enum class Silent { is_waited_for, is_gone };
+  void look_around(const Where& where, Silent silent);
 
   // The orderly end of this rank's part.
   void leave();

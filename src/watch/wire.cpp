@@ -16,6 +16,8 @@ Error unreadable(const std::string& text, const std::string& why) {
                "; write latency=1ms (or us, s) and gbps=10, one of them or both, with a comma between");
 }
 
+constexpr double kSlowest = 1e-4;  // Gbit/s: 100 kbit/s, slower than any link that gradients travel on
+
 }  // namespace
 
 Shape read_shape(const std::string& text) {
@@ -35,7 +37,7 @@ Shape read_shape(const std::string& text) {
       const double ns = unit == "s" ? 1e9 : unit == "ms" ? 1e6 : unit == "us" ? 1e3 : -1;
       if (ns < 0 || number * ns > 1e11) throw unreadable(text, "has the latency '" + value + "'");
       shape.latency = std::chrono::nanoseconds(std::llround(number * ns));
-    } else if (name == "gbps" && unit.empty() && number > 0) {
+    } else if (name == "gbps" && unit.empty() && number >= kSlowest) {
       shape.gbps = number;
     } else {
       throw unreadable(text, "has '" + item + "'");

@@ -1,6 +1,7 @@
 // One table of launchers, one way to read a number.
 #include "world/environment.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstdlib>
@@ -16,14 +17,16 @@ struct Launcher {
   const char* rank;
   const char* size;
   const char* local_rank;
+  const char* local_size;
 };
 
 // In this order: torchrun may itself run under srun or mpirun.
 constexpr std::array<Launcher, 4> launchers{{
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
-    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
 }};
 
 int number(const std::string& name, const std::string& value, int low, int high) {
@@ -70,7 +73,10 @@ std::string job_of(const Launcher& launcher, const Lookup& lookup) {
     }
     return std::string();
   };
-  if (const std::string given = first({"PLUMB_JOB"}); !given.empty()) return "job " + given;
+  if (std::string given = first({"PLUMB_JOB"}); !given.empty()) {
+    std::ranges::replace_if(given, [](unsigned char c) { return c < 32; }, ' ');  // it stands on lines of its own
+    return "job " + given;
+  }
   const std::string name = launcher.name;
   if (name == "torchrun") {
     const std::string run = first({"TORCHELASTIC_RUN_ID"});
@@ -88,6 +94,18 @@ std::string job_of(const Launcher& launcher, const Lookup& lookup) {
 }
 
 }  // namespace
+
+int ranks_here(const Lookup& lookup) {
+  for (const Launcher& launcher : launchers) {
+    if (!lookup(launcher.rank) || !lookup(launcher.size)) continue;
+    if (launcher.name == std::string("Slurm") && in_batch_script(lookup)) continue;
+    const std::string text = lookup(launcher.local_size).value_or("1");
+    int count = 1;  // Slurm's is "4", or "4(x2)" where it counts nodes
+    const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), count);
+    return failure == std::errc() && count > 0 ? count : 1;
+  }
+  return 1;
+}
 
 std::optional<std::string> first_node(const std::string& list) {
   const size_t bracket = list.find('[');

@@ -24,6 +24,9 @@ struct Place {
 
 using Lookup = std::function<std::optional<std::string>(const std::string& name)>;
 
+// How many ranks of the launcher run on this machine; 1 where it does not say.
+int ranks_here(const Lookup& lookup);
+
 // Throws Error that says which variable had which value. The variables are named in docs/world.md.
 Place read_place(const Lookup& lookup);
 Place read_place();  // from this process's environment

@@ -5,7 +5,9 @@
 #include <ATen/ops/view_as_real.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -166,7 +168,12 @@ void Pending::wait(const Where& where) {
                                 [&] { return describe(where); });
     watch_->wire()->waited(cargo, !work->isCompleted());
     watch_->wait(*work, where, ticket);
-    std::this_thread::sleep_until(arrival_);
+    const auto end = std::chrono::steady_clock::now() + watch_->timeout();
+    std::this_thread::sleep_until(std::min(arrival_, end));
+    if (arrival_ > end) {
+      const auto why = std::make_exception_ptr(std::runtime_error("timed out: PLUMB_SHAPE makes the link so slow"));
+      watch_->explain(why, where, ticket);
+    }
   } else {
     try {
       work->wait();  // orders the current stream; the host goes on

@@ -30,6 +30,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds slice{1'000};
 constexpr milliseconds rendezvous_limit{60'000};
+const Where joining{.detail = "the meeting of all ranks"};
 constexpr milliseconds keen{2};  // how long a wait keeps its core where every rank has one
 
 // The address of this machine that packets to `host` leave from; empty when it cannot be told.
@@ -157,6 +158,36 @@ std::string agree_on_backend(c10d::Store& store, const Place& place, const std::
                               rank_in(other) + " for '" + name_in(other) + "'; every rank must ask for the same");
 }
 
+// The store, for waits that the failure of another rank ends.
+class WatchedStore final : public c10d::PrefixStore {
+ public:
+  WatchedStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Watch> watch)
+      : PrefixStore("", std::move(store)), watch_(std::move(watch)) {}
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
+    const auto end = Clock::now() + timeout;
+    for (;;) {
+      const auto begin = Clock::now();
+      const auto left = std::chrono::duration_cast<milliseconds>(end - begin);
+      try {
+        return PrefixStore::wait(keys, std::clamp(left, milliseconds(1), slice));
+      } catch (const std::exception&) {
+        // Not for want of time: the store is gone.
+        if (left <= slice || Clock::now() - begin < slice / 2) throw;
+      }
+      watch_->look_around(joining, Watch::Silent::is_waited_for);
+    }
+  }
+
+ private:
+  const std::shared_ptr<Watch> watch_;
+};
+
 std::vector<int> everybody(int size) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -221,18 +252,29 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
   hush_c10d(2);
   try {
     rendezvous.settle();
-    impl->watch = std::make_shared<Watch>(
-        place.rank, place.size, options.timeout, slice, progress,
-        make_store_channel(impl->store, place.rank, place.size, progress, limit,
-                           rendezvous.serves() ? StoreHost::here : StoreHost::elsewhere, rendezvous.end()));
+    auto channel = make_store_channel(impl->store, place.rank, place.size, progress, limit,
+                                      rendezvous.serves() ? StoreHost::here : StoreHost::elsewhere, rendezvous.end());
+    try {
+      const Wire readable;  // the others hear what this rank's is not
+    } catch (const Error& e) {
+      Report report;
+      report.state = Report::State::failed;
+      report.origin = place.rank;
+      report.message = e.what();
+      channel->publish(report);
+      throw Error(place.rank, without_prefix(e.what()));
+    }
+    impl->watch = std::make_shared<Watch>(place.rank, place.size, options.timeout, slice, progress, std::move(channel));
     progress->road.pass(Point::join);
-    const std::string agreed = agree_on_backend(*impl->store, place, asked);
+    const auto meeting = c10::make_intrusive<WatchedStore>(impl->store, impl->watch);
+    const std::string agreed = agree_on_backend(*meeting, place, asked);
     const auto carriers = std::make_shared<Carriers>();
     carriers->place = place;
     carriers->timeout = options.timeout;
     carriers->watch = impl->watch;
-    carriers->store = impl->store;
+    carriers->store = meeting;
     find_machines(*carriers, agreed);
+    carriers->store = impl->store;
     impl->backend = carriers->backend;
     impl->ranks_per_machine = carriers->machines.ranks_each();
     const bool memory = carriers->in_one_memory();
@@ -241,7 +283,7 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
         everybody(place.size), [&](int r) { return carriers->machines.of(r) == carriers->machines.of(place.rank); }));
     const bool crowded = carriers->heap && here > static_cast<int>(std::thread::hardware_concurrency());
     if (impl->backend == "gloo" && !crowded) impl->watch->keep_core(keen);
-    if (sockets) carriers->address = choose_address(*impl->store, place);
+    if (sockets) carriers->address = choose_address(*meeting, place);
     carriers->patience = crowded ? std::chrono::microseconds(50) : keen;
     impl->another = [carriers](int number) { return carriers->pair(number); };
     impl->part = [carriers](const std::string& name, const std::vector<int>& members, int rank, int index) {
@@ -256,6 +298,8 @@ World join_at(const Place& place, const std::function<Rendezvous(milliseconds)>&
     if (impl->watch) impl->watch->fail(e.what(), place.rank, {});
     throw;
   } catch (const std::exception& e) {
+    // Who is at fault, if that can be told.
+    if (impl->watch) impl->watch->look_around(joining, Watch::Silent::is_gone);
     const Error error(place.rank, "met the others at " + place.host + ":" + std::to_string(place.port) +
                                       ", but could not connect to all of them; see whether they run, and whether the "
                                       "network lets them through (GLOO_SOCKET_IFNAME chooses the interface) [" +

@@ -36,6 +36,27 @@ TEST(Environment, WithoutALauncherThereIsOneRank) {
   EXPECT_EQ(place_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}, {"ENVIRONMENT", "BATCH"}}).size, 1);
 }
 
+TEST(Environment, AJobIsOneLine) {
+  EXPECT_EQ(place_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"PLUMB_JOB", "my\njob"}}).job, "job my job");
+}
+
+TEST(Environment, SaysHowManyRanksShareTheMachine) {
+  const auto here = [](const Variables& variables) {
+    return ranks_here([&](const std::string& name) -> std::optional<std::string> {
+      const auto found = variables.find(name);
+      return found == variables.end() ? std::nullopt : std::optional(found->second);
+    });
+  };
+  EXPECT_EQ(here({}), 1);
+  EXPECT_EQ(here({{"LOCAL_WORLD_SIZE", "4"}}), 1);  // left by somebody: there is no launcher
+  EXPECT_EQ(here({{"RANK", "0"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "4"}}), 4);
+  EXPECT_EQ(here({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}),
+            2);
+  EXPECT_EQ(here({{"PMI_RANK", "0"}, {"PMI_SIZE", "8"}, {"MPI_LOCALNRANKS", "8"}}), 8);
+  EXPECT_EQ(here({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_NTASKS_PER_NODE", "4(x2)"}}), 4);
+  EXPECT_EQ(here({{"RANK", "0"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "many"}}), 1);
+}
+
 TEST(Environment, ReadsEveryLauncher) {
   struct Row {
     Variables variables;
