@@ -68,11 +68,12 @@ void Console::step(const report::Step& step) {
 // One line that is rewritten; a step where accuracy was measured leaves its line behind.
 void Console::bar(const report::Step& step) {
   ms_sum_ += step.ms;
+  ++shown_;
   const int width = columns();
   std::printf("\r\x1b[K");
   if (step.accuracy) std::printf("%.*s\n", width, report::line(step, steps_).c_str());
   const double done = static_cast<double>(step.step) / static_cast<double>(steps_);
-  const double left = ms_sum_ / static_cast<double>(step.step) * static_cast<double>(steps_ - step.step) / 1e3;
+  const double left = ms_sum_ / static_cast<double>(shown_) * static_cast<double>(steps_ - step.step) / 1e3;
   std::string text = "  " + report::line(step, steps_) + "  " + report::human_time(left) + " left";
   constexpr int kBar = 20;
   // The bar is drawn in eighths of a cell.

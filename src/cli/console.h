@@ -27,6 +27,7 @@ class Console {
   std::string out_;
   bool speaks_, json_, quiet_, terminal_;
   double ms_sum_ = 0.0;
+  int64_t shown_ = 0;  // steps, of this life of the run
 };
 
 }  // namespace plumb::cli

@@ -29,6 +29,7 @@
 #include "report/run.h"
 #include "watch/report.h"
 #include "watch/road.h"
+#include "watch/strike.h"
 #include "watch/timeline.h"
 #include "world/group.h"
 
@@ -202,6 +203,8 @@ int train(const World& world, const Settings& s, const model::Task& task) {
   std::optional<Trace> trace;
   if (!s.trace.empty()) trace.emplace(world, s.trace);
   WireAccount wire(world);
+  // Of the lives before this one, for the page.
+  const std::vector<report::Step> earlier = restarts_before() > 0 ? folder.go_on(resumed) : std::vector<report::Step>();
   std::vector<report::Step> steps;
   int signal = 0;
   try {
@@ -297,7 +300,9 @@ int train(const World& world, const Settings& s, const model::Task& task) {
                                     {"expected", sample.expected},
                                     {"right", sample.right}});
     }
-    folder.finish(steps, summary);
+    std::vector<report::Step> whole = earlier;
+    whole.insert(whole.end(), steps.begin(), steps.end());
+    folder.finish(whole, summary);
     console.end(summary);
   }
   checkpoints.check_last(signal);

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "plumb/error.h"
 #include "report/page.h"
@@ -24,6 +25,19 @@ namespace {
 
 }  // namespace
 
+std::vector<Step> Folder::go_on(int64_t steps) {
+  std::vector<Step> kept;
+  if (path_.empty()) return kept;
+  std::ifstream log(fs::path(path_) / "log.jsonl");
+  for (std::string line; std::getline(log, line);) {
+    const auto step = step_of(line);
+    if (!step || step->step > steps || (!kept.empty() && step->step <= kept.back().step)) continue;
+    kept.push_back(*step);
+    before_.push_back(line);
+  }
+  return kept;
+}
+
 void Folder::add(const nlohmann::ordered_json& record) {
   if (path_.empty()) return;
   if (!log_.is_open()) {
@@ -33,6 +47,7 @@ void Folder::add(const nlohmann::ordered_json& record) {
     fs::remove(fs::path(path_) / "report.html", error);
     errno = 0;
     log_.open(fs::path(path_) / "log.jsonl", std::ios::trunc);
+    for (const std::string& line : std::exchange(before_, {})) log_ << line << '\n';
     if (!log_) cannot_write(fs::path(path_) / "log.jsonl", errno);
   }
   errno = 0;

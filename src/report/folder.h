@@ -16,7 +16,10 @@ class Folder {
   // Makes nothing yet: a run that ends before its first step leaves no folder. Empty `path`: never makes any.
   explicit Folder(std::string path) : path_(std::move(path)) {}
 
-  // Appends to log.jsonl (a first call replaces the log of an earlier run). Throws plumb::Error.
+  // A run that was started again goes on with its log: what it says of the first `steps` steps stays, and is returned. Before
+  // any call of add(). Throws plumb::Error.
+  std::vector<Step> go_on(int64_t steps);
+  // Appends to log.jsonl (a first call replaces the log of an earlier run, but for go_on). Throws plumb::Error.
   void add(const nlohmann::ordered_json& record);
   // The last line, and report.html, which appears whole or not at all.
   void finish(const std::vector<Step>& steps, const nlohmann::ordered_json& summary);
@@ -26,6 +29,7 @@ class Folder {
  private:
   std::string path_;
   std::ofstream log_;
+  std::vector<std::string> before_;  // lines that stay
 };
 
 }  // namespace plumb::report

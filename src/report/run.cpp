@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 
 namespace plumb::report {
 
@@ -31,6 +32,30 @@ nlohmann::ordered_json to_json(const Step& s) {
   if (s.skipped) json["skipped"] = true;
   if (s.accuracy) json["accuracy"] = *s.accuracy;
   return json;
+}
+
+std::optional<Step> step_of(const std::string& line) {
+  const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer()) return std::nullopt;
+  const auto number = [&](const char* name, double otherwise) {
+    return json.contains(name) && json[name].is_number() ? json[name].get<double>() : otherwise;
+  };
+  constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  Step step;
+  step.step = json["step"];
+  step.loss = number("loss", kNone);
+  step.skipped = json.contains("skipped");
+  step.grad_norm = number("grad_norm", step.skipped ? std::numeric_limits<double>::infinity() : kNone);
+  step.lr = number("lr", 0);
+  step.ms = number("ms", 0);
+  step.tokens_per_s = number("tokens_per_s", 0);
+  if (json.contains("rss_bytes") && json["rss_bytes"].is_array()) {
+    for (const auto& bytes : json["rss_bytes"]) {
+      if (bytes.is_number_integer()) step.rss_bytes.push_back(bytes);
+    }
+  }
+  if (json.contains("accuracy") && json["accuracy"].is_number()) step.accuracy = json["accuracy"].get<double>();
+  return step;
 }
 
 std::string line(const Step& s, int64_t steps) {

@@ -24,6 +24,9 @@ struct Step {
 
 nlohmann::ordered_json to_json(const Step& step);
 
+// The step that a line of the log tells of; nothing where it tells of something else.
+std::optional<Step> step_of(const std::string& line);
+
 // The line as a trainer reads it: "step 12/1000  loss 0.1234 …".
 std::string line(const Step& step, int64_t steps);
 

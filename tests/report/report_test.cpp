@@ -3,8 +3,13 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
 #include <limits>
 
+#include "report/folder.h"
 #include "report/page.h"
 #include "report/run.h"
 
@@ -45,6 +50,38 @@ TEST(Report, PutsAStepOnOneLine) {
   step.accuracy = 0.5;
   EXPECT_THAT(line(step, 10), HasSubstr("step  1/10  loss 1.00000"));
   EXPECT_THAT(line(step, 10), HasSubstr("2 MB  accuracy 50.0 %"));
+}
+
+TEST(Report, GoesOnWithTheLogOfAnEarlierLife) {
+  const std::filesystem::path path = std::filesystem::temp_directory_path() / ("plumb-log-" + std::to_string(getpid()));
+  const auto lines = [&] {
+    std::vector<std::string> all;
+    std::ifstream log(path / "log.jsonl");
+    for (std::string line; std::getline(log, line);) all.push_back(line);
+    return all;
+  };
+  std::vector<Step> steps = run_of(4);
+  steps[1].skipped = true;
+  steps[1].grad_norm = std::numeric_limits<double>::infinity();
+  steps[2].accuracy = 0.25;
+  {
+    Folder folder(path);
+    for (const Step& step : steps) folder.add(to_json(step));
+  }
+  std::ofstream(path / "log.jsonl", std::ios::app) << "{\"step\": 5, \"lo";  // where it was killed
+  const auto before = lines();
+  Folder folder(path);
+  const std::vector<Step> kept = folder.go_on(3);
+  ASSERT_EQ(kept.size(), 3u);
+  for (size_t i = 0; i < kept.size(); ++i) EXPECT_EQ(to_json(kept[i]).dump(), to_json(steps[i]).dump());
+  folder.add(to_json(run_of(5)[4]));
+  const auto after = lines();
+  ASSERT_EQ(after.size(), 4u);
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(after[i], before[i]);
+  // Without it, the log is the new run's alone.
+  Folder(path).add(to_json(steps[0]));
+  EXPECT_EQ(lines().size(), 1u);
+  std::filesystem::remove_all(path);
 }
 
 TEST(Report, CarriesAnyTextWithoutEndingItsScript) {
