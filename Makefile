@@ -62,7 +62,7 @@ lint:  ## clang-tidy over the C++ sources of src/ (ARGS=… names some); the las
 
 install:  ## install the library, the program and the CMake package under PREFIX (/usr/local)
 	@scripts/build build
-	@cmake --install build --prefix $(PREFIX)
+	@cmake --install build --prefix "$(PREFIX)"
 
 wheel:  ## build a wheel of the Python package into dist/, for the torch that is installed
 	@python=$$(scripts/setup) && $$python -m pip wheel --no-deps --disable-pip-version-check -w dist .

@@ -335,9 +335,14 @@ std::string taken_out(std::vector<std::string>& words, const std::string& flag) 
 }  // namespace
 
 int checkpoint(const std::vector<std::string>& words) {
-  if (words.empty() || words[0] == "--help" || words[0] == "-h") {
-    std::fputs(kHelp, words.empty() ? stderr : stdout);
-    return words.empty() ? 2 : 0;
+  if (words.empty()) {
+    std::fputs(kHelp, stderr);
+    return 2;
+  }
+  for (const std::string& word : words) {
+    if (word != "--help" && word != "-h") continue;
+    std::fputs(kHelp, stdout);
+    return 0;
   }
   const std::string& what = words[0];
   std::vector<std::string> paths(words.begin() + 1, words.end());

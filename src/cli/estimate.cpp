@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <tuple>
 
 #include "cli/flags.h"
@@ -101,6 +102,7 @@ std::string mb(int64_t bytes) {
 
 double seconds_of(const std::string& latency) {
   try {
+    if (latency.find(',') != std::string::npos) throw Error("more than a time");
     return std::chrono::duration<double>(read_shape("latency=" + latency).latency).count();
   } catch (const Error&) {
     throw UsageError("--latency takes a time such as 30us or 1ms, not " + in_quotes(latency));
@@ -174,7 +176,7 @@ Plan plan_for(const Settings& s, int64_t ranks) {
   plan.row = strategy(s.strategy);
   plan.mesh = mesh_for(s.strategy, s.mesh, ranks);
   plan.recipe = s.dtype == "f32" ? kFloat32 : kHalf;
-  plan.bucket_bytes = static_cast<int64_t>(s.bucket_mb * (1 << 20));
+  plan.bucket_bytes = bucket_bytes(s);
   plan.backwards = micro_batches(s, ranks);
   const bool each_time = plan.row.gradient == Placement::sharded && !s.hold_unsharded && !s.deterministic;
   plan.reductions = each_time ? plan.backwards : 1;
@@ -220,6 +222,19 @@ int estimate(const std::vector<std::string>& words) {
     throw UsageError("--accumulate " + std::to_string(q.run.accumulate) + " of a model with " +
                      report::human_count(shape.params()) +
                      " parameters are more bytes than a number holds; make one of them smaller");
+  }
+  // Each is listed where times are told.
+  if (q.times() && shape.params() / bucket_bytes(q.run) > 10'000'000) {
+    std::ostringstream text;
+    text << "--bucket-mb " << q.run.bucket_mb << " is too small for a model with "
+         << report::human_count(shape.params()) << " parameters: its gradients would be more than ten million buckets";
+    throw UsageError(text.str());
+  }
+  const double messages = static_cast<double>(shape.params()) / static_cast<double>(bucket_bytes(q.run)) * 4 +
+                          static_cast<double>(shape.units.size()) + 1;
+  if (q.times() && 4.0 * static_cast<double>(q.run.ranks) * messages * static_cast<double>(q.run.accumulate) > 9e18) {
+    throw UsageError("--ranks " + std::to_string(q.run.ranks) + " and --accumulate " +
+                     std::to_string(q.run.accumulate) + " make more rounds than a number holds; make one smaller");
   }
   std::vector<Settings> runs;
   for (const Strategy& row : strategies()) {

@@ -90,8 +90,9 @@ Parsed parse(const std::string& command, const std::vector<std::string>& words, 
   std::map<std::string, CLI::Option*> options;
   Parsed parsed;
   app.add_flag("-h,--help", parsed.help);
-  std::string config;
-  CLI::Option* const has_config = command == "train" ? app.add_option("--config", config) : nullptr;
+  std::vector<std::string> configs;
+  CLI::Option* const has_config =
+      command == "train" ? app.add_option("--config", configs)->allow_extra_args(false) : nullptr;
   for (const Flag& flag : table) {
     if (auto* const* on = std::get_if<bool*>(&flag.target)) {
       options[flag.name] = app.add_flag("--" + flag.name, **on);
@@ -117,7 +118,11 @@ Parsed parse(const std::string& command, const std::vector<std::string>& words, 
     throw UsageError(error.what());
   }
   if (parsed.help) return parsed;
-  if (has_config != nullptr && has_config->count() > 0) parsed.config = config;
+  if (has_config != nullptr && has_config->count() > 0) {
+    if (configs.size() > 1)
+      throw UsageError("--config is there twice; one file holds the settings, and flags win over it");
+    parsed.config = configs.front();
+  }
   for (const Flag& flag : table) {
     if (options[flag.name]->count() == 0) continue;
     parsed.given.push_back(flag.name);

@@ -39,6 +39,8 @@ std::string describe(const std::vector<Flag>& table);
 void assign(const Flag& flag, const std::string& text, const std::string& where);
 
 // Sets every key of the file at `path` that `given` (names of flags seen on the command line) does not hold.
-void read_toml(const std::string& path, const std::vector<Flag>& table, const std::vector<std::string>& given);
+// Returns the names that the file sets.
+std::vector<std::string> read_toml(const std::string& path, const std::vector<Flag>& table,
+                                   const std::vector<std::string>& given);
 
 }  // namespace plumb::cli

@@ -35,7 +35,7 @@ Options engine_options(const Settings& s) {
   options.hold_unsharded = s.hold_unsharded;
   options.deterministic = s.deterministic;
   options.virtual_ranks = static_cast<int>(s.virtual_ranks);
-  options.bucket_bytes = std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20)));
+  options.bucket_bytes = bucket_bytes(s);
   options.first_bucket_bytes = std::min(options.first_bucket_bytes, options.bucket_bytes);
   if (s.dtype != "f32") options.accumulate_dtype = at::kFloat;
   if (s.dtype == "f16") options.loss_scale.emplace();

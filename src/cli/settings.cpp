@@ -1,9 +1,12 @@
 // From words to checked settings.
 #include "cli/settings.h"
 
+#include <unistd.h>
+
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <filesystem>
 #include <limits>
@@ -81,6 +84,22 @@ void above_zero(const std::string& flag, double value) {
   throw UsageError(text.str());
 }
 
+// What a run can never write to is told before it begins: the folder, or what there is of the way to it.
+void can_be_written(const std::string& flag, const std::string& folder) {
+  namespace fs = std::filesystem;
+  if (folder.empty()) return;
+  std::error_code ignored;
+  fs::path there = fs::absolute(folder, ignored);
+  while (there.has_relative_path() && !fs::exists(there, ignored)) there = there.parent_path();
+  if (!fs::is_directory(there, ignored)) {
+    throw UsageError("--" + flag + " " + in_quotes(folder) + ": " + in_quotes(there) + " is not a folder");
+  }
+  if (access(there.c_str(), W_OK | X_OK) != 0) {
+    throw UsageError("--" + flag + " " + in_quotes(folder) + ": " + in_quotes(there) +
+                     " cannot be written to: " + std::generic_category().message(errno));
+  }
+}
+
 void check(const Settings& s) {
   check_sizes(s);
   if (!s.backend.empty()) one_of("backend", s.backend, {"shm", "tcp", "gloo", "nccl", "local"});
@@ -137,20 +156,20 @@ void check(const Settings& s) {
     throw UsageError("--restarts starts processes again, and --backend local makes ranks threads of this one");
   }
   std::error_code ignored;
-  if (!s.checkpoint.empty() && std::filesystem::exists(s.checkpoint, ignored) &&
-      !std::filesystem::is_directory(s.checkpoint, ignored)) {
-    throw UsageError("--checkpoint '" + s.checkpoint + "' exists and is not a folder");
+  if (s.resume != "auto" && s.resume != "never" && !std::filesystem::exists(s.resume, ignored)) {
+    throw UsageError("--resume " + in_quotes(s.resume) +
+                     " does not exist; it is auto, never, or the path of a checkpoint");
   }
-  if (!s.record.empty() && std::filesystem::exists(s.record, ignored) &&
-      !std::filesystem::is_directory(s.record, ignored)) {
-    throw UsageError("--record '" + s.record + "' exists and is not a folder");
-  }
+  can_be_written("checkpoint", s.checkpoint);
+  can_be_written("record", s.record);
   if (!s.out.empty() && std::filesystem::exists(s.out, ignored) && !std::filesystem::is_directory(s.out, ignored)) {
     throw UsageError("--out '" + s.out + "' exists and is not a folder");
   }
 }
 
 }  // namespace
+
+int64_t bucket_bytes(const Settings& s) { return std::max<int64_t>(1, static_cast<int64_t>(s.bucket_mb * (1 << 20))); }
 
 void check_sizes(const Settings& s) {
   std::vector<std::string> names;
@@ -175,20 +194,15 @@ void check_sizes(const Settings& s) {
 Settings read_settings(const std::vector<std::string>& words, bool& help) {
   Settings settings;
   const std::vector<Flag> table = flags(settings);
-  // What nobody sets stays this, so that "not given" and a bad value are two things.
-  constexpr int64_t unset = std::numeric_limits<int64_t>::min();
-  settings.ranks = settings.accumulate = unset;
-  const Parsed parsed = parse("train", words, table);
+  Parsed parsed = parse("train", words, table);
   help = parsed.help;
   if (help) return {};
-  if (parsed.config) read_toml(*parsed.config, table, parsed.given);
-  if (settings.ranks == unset) {
-    settings.ranks = 0;
-  } else {
-    within("ranks", settings.ranks, 1, 4096);
+  if (parsed.config) {
+    for (std::string& name : read_toml(*parsed.config, table, parsed.given)) parsed.given.push_back(std::move(name));
   }
-  settings.accumulate_given = settings.accumulate != unset;
-  if (!settings.accumulate_given) settings.accumulate = 1;
+  const auto given = [&](const char* name) { return std::ranges::count(parsed.given, name) > 0; };
+  if (given("ranks")) within("ranks", settings.ranks, 1, 4096);
+  settings.accumulate_given = given("accumulate");
   check(settings);
   return settings;
 }
@@ -208,7 +222,7 @@ Mesh read_mesh(const std::string& text) {
     if (size != 0) wrong("'" + name + "' stands there twice");
     const std::string number = axis.substr(equals + 1);
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), size);
-    if (error != std::errc() || end != number.data() + number.size() || size < 1 || size > 4096) {
+    if (error != std::errc() || end != number.data() + number.size() || size < 1 || size > 1'000'000'000) {
       wrong(in_quotes(number) + " is no number of ranks");
     }
   }

@@ -86,6 +86,9 @@ struct Settings {
 // Sets `help` and checks nothing when --help is among them.
 Settings read_settings(const std::vector<std::string>& words, bool& help);
 
+// The cap of a gradient bucket.
+int64_t bucket_bytes(const Settings& settings);
+
 // The checks that a run and its estimate share. Throws UsageError.
 void check_sizes(const Settings& settings);
 // Throws UsageError unless `value` is one of `names`.

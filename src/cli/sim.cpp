@@ -56,7 +56,8 @@ Wanted read(const std::vector<std::string>& words) {
     const size_t equals = words[i].find('=');
     const std::string flag = words[i].substr(0, equals);
     const auto value = [&]() -> std::string {
-      if (equals != std::string::npos) return words[i].substr(equals + 1);
+      if (equals != std::string::npos && equals + 1 < words[i].size()) return words[i].substr(equals + 1);
+      if (equals != std::string::npos) throw UsageError(flag + " takes a value");
       if (i + 1 < words.size()) return words[++i];
       throw UsageError(flag + " takes a value");
     };

@@ -45,11 +45,15 @@ void set(const Flag& flag, const toml::node& node, const std::string& where) {
 
 }  // namespace
 
-void read_toml(const std::string& path, const std::vector<Flag>& table, const std::vector<std::string>& given) {
+std::vector<std::string> read_toml(const std::string& path, const std::vector<Flag>& table,
+                                   const std::vector<std::string>& given) {
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) throw UsageError("config file '" + path + "' does not exist");
+  if (!std::filesystem::is_regular_file(path, ignored)) {
+    throw UsageError("config file '" + path + "' cannot be read: it is no regular file");
+  }
   std::ifstream file(path, std::ios::binary);
-  if (std::filesystem::is_directory(path, ignored) || !file) {
+  if (!file) {
     throw UsageError("config file '" + path + "' cannot be read");
   }
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
@@ -62,6 +66,7 @@ void read_toml(const std::string& path, const std::vector<Flag>& table, const st
                      std::string(error.description()));
   }
   if (root.empty()) throw UsageError("config file '" + path + "' is empty: it sets nothing");
+  std::vector<std::string> names;
   for (const auto& [key, node] : root) {
     const std::string name(key.str());
     const std::string where = "config file '" + path + "', line " + std::to_string(key.source().begin.line);
@@ -70,7 +75,9 @@ void read_toml(const std::string& path, const std::vector<Flag>& table, const st
       throw UsageError(where + ": unknown key " + in_quotes(name) + "; the keys are the flags of `plumb train --help`");
     }
     if (std::find(given.begin(), given.end(), name) == given.end()) set(*flag, node, where);
+    names.push_back(name);
   }
+  return names;
 }
 
 }  // namespace plumb::cli

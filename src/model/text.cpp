@@ -16,6 +16,9 @@ Text::Text(const std::string& path, int64_t context, uint64_t seed) : path_(path
   std::error_code ignored;
   if (!fs::exists(path, ignored)) throw Error("data file '" + path + "' does not exist");
   if (fs::is_directory(path, ignored)) throw Error("data file '" + path + "' is a folder; name a text file");
+  if (!fs::is_regular_file(path, ignored)) {
+    throw Error("data file '" + path + "' is no regular file (a pipe, a socket or a device); name a text file");
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) throw Error("data file '" + path + "' cannot be read");
   bytes_.assign(std::istreambuf_iterator<char>(file), {});

@@ -37,6 +37,12 @@ TEST(WireOfARun, SaysWhatAStepWaitsForAndSends) {
 }
 
 // The rounds of a step are its messages' one after the other: two of the reduction, one at the step.
+TEST(WireOfARun, ThatTakesLongerThanTheTimeOutEndsTheRun) {
+  const Result result = run(tiny({"--ranks", "2", "--timeout", "2", "--shape", "latency=90s"}));
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, testing::HasSubstr("PLUMB_SHAPE makes the link so slow"));
+}
+
 TEST(WireOfARun, ALinkOfAnotherKindTakesItsTimeAndChangesNoNumber) {
   const Result plain = run(small("ddp")), shaped = run(small("ddp", {"--shape", "latency=60ms,gbps=10"}));
   ASSERT_EQ(plain.code, 0) << plain.err;

@@ -1,8 +1,10 @@
 // What the program says to right and wrong words, before it trains anything.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cli/support/program.h"
 
@@ -177,6 +179,72 @@ TEST(Words, ADataFileMustBeThereAndBeText) {
   expect_usage_error(data(scratch.write("short.txt", "too short")), {"short.txt", "9 bytes", "130"});
   expect_usage_error(data(scratch.write("binary.txt", std::string(1000, '\0'))), {"binary.txt", "not text", "byte 0"});
   EXPECT_FALSE(scratch.has("run"));
+}
+
+// A pipe that nobody writes to would be waited for for ever.
+TEST(Words, AFileThatIsAPipeIsRefused) {
+  const Scratch scratch;
+  const std::string pipe = scratch.path("pipe");
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  for (const char* flag : {"--data", "--config"}) {
+    const Result result = shell("exec timeout 20 \"$PLUMB\" train \"$@\"", {flag, pipe});
+    EXPECT_EQ(result.code, 2) << flag;
+    EXPECT_THAT(result.err, HasSubstr("no regular file"));
+  }
+}
+
+TEST(Words, ABucketOfLessThanAByteIsOne) {
+  const Words times = {"estimate", "--latency", "1ms", "--bandwidth", "10", "--bucket-mb", "1e-7"};
+  EXPECT_EQ(run([&] {
+              Words words = times;
+              for (const char* word : {"--layers", "1", "--width", "16", "--heads", "2"}) words.emplace_back(word);
+              return words;
+            }())
+                .code,
+            0);
+  Words large = times;
+  large.insert(large.end(), {"--params", "7B"});
+  const Result result = run(large);
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("more than ten million buckets"));
+}
+
+TEST(Words, WhatIsGivenIsNotTakenForNotGiven) {
+  const std::string least = std::to_string(std::numeric_limits<int64_t>::min());
+  EXPECT_EQ(run(tiny({"--ranks", least})).code, 2);
+  EXPECT_EQ(run(tiny({"--accumulate", least})).code, 2);
+  const Scratch scratch;
+  const std::string file = scratch.write("a.toml", "ranks = 0\n");
+  EXPECT_EQ(run(tiny({"--config", file})).code, 2);
+  EXPECT_THAT(run(tiny({"--config", file, "--config", file})).err, HasSubstr("--config is there twice"));
+  EXPECT_EQ(run({"estimate", "--latency", "10ms,gbps=5"}).code, 2);
+  EXPECT_EQ(run({"sim", "--scenario="}).code, 2);
+  for (const char* word : {"verify", "inspect"}) EXPECT_EQ(run({"checkpoint", word, "--help"}).code, 0);
+}
+
+TEST(Words, AnEstimateGoesAsFarAsItsNumbers) {
+  EXPECT_EQ(run({"estimate", "--ranks", "8192", "--mesh", "shard=8192"}).code, 0);
+  const Result result = run({"estimate", "--ranks", "1000000000", "--params", "7B", "--accumulate", "1000000",
+                             "--backend", "nccl", "--latency", "1us"});
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("more rounds than a number holds"));
+}
+
+TEST(Words, AFolderThatCannotBeMadeIsToldBeforeTheRun) {
+  const Scratch scratch;
+  const std::string file = scratch.write("file", "x");
+  for (const char* flag : {"--checkpoint", "--record"}) {
+    const Result result = run(tiny({flag, file + "/below"}));
+    EXPECT_EQ(result.code, 2);
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, HasSubstr("is not a folder"));
+  }
+}
+
+TEST(Words, ALinkThatNothingCrossesIsRefused) {
+  const Result result = run(tiny({"--shape", "gbps=1e-300"}));
+  EXPECT_EQ(result.code, 2);
+  EXPECT_THAT(result.err, HasSubstr("has 'gbps=1e-300'"));
 }
 
 TEST(Words, AConfigFileMustBeThereAndBeUnderstood) {
