@@ -9,6 +9,9 @@
 
 namespace plumb::cli {
 
+// Set by our launcher for its ranks: the number of the newest checkpoint that lay in --checkpoint before the run began.
+inline constexpr const char* kOlderCheckpoints = "PLUMB_OLDER_CHECKPOINTS";
+
 class Checkpoints {
  public:
   Checkpoints(Engine& engine, const Settings& settings) : engine_(engine), settings_(settings) {}
@@ -23,6 +26,7 @@ class Checkpoints {
   StepInfo step();
 
  private:
+  LoadInfo load(std::string path, int64_t after);
   void complain(const SaveError& error) const;
 
   Engine& engine_;

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -186,12 +187,14 @@ std::string places(const Board& board, size_t count, size_t culprit) {
   return told > kMost ? text + "; and " + std::to_string(told - kMost) + " more" : text;
 }
 
-// A rank that was killed is at fault before one that reported an error, and that before one that reported another's; among
-// these, the first to report. `stop` is the signal that ended the run, or 0.
+// Tells who is at fault, and returns the exit code. A rank that was killed is at fault before one that reported an error, and that before one that reported another's; among
+// these, the first to report. `stop` is the signal that ended the run, or 0: a run that was to stop did, and a rank that
+// failed meanwhile is told beside it.
 int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, int stop, const Board& board) {
   const auto unheeding = [stop](const Rank& rank) { return WIFSIGNALED(rank.status) && WTERMSIG(rank.status) == stop; };
   // A rank that did not listen yet is ended by the signal itself, and the others may complain that it is gone.
   if (stop != 0 && std::any_of(ranks.begin(), ranks.end(), unheeding)) return 128 + stop;
+  const auto stopped_or = [stop](int code) { return stop != 0 ? 128 + stop : code; };
   const Rank* culprit = nullptr;
   size_t number = 0;
   for (const size_t r : order) {
@@ -205,11 +208,10 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
     for (const Rank& rank : ranks) {
       if (asked_to_stop(rank.status)) return WEXITSTATUS(rank.status);
     }
-    if (stop != 0) return 128 + stop;
     for (const Rank& rank : ranks) {
-      if (rank.status != 0) return 1;
+      if (rank.status != 0) return stopped_or(1);
     }
-    return 0;
+    return stopped_or(0);
   }
   const std::string who = "rank " + std::to_string(number);
   const std::string place = describe(board.of(static_cast<int64_t>(number)));
@@ -222,40 +224,62 @@ int verdict(const std::vector<Rank>& ranks, const std::vector<size_t>& order, in
     std::fprintf(stderr, "plumb: %s was stopped by signal %d (%s) and did not go on%s%s%s%s\n", who.c_str(),
                  culprit->stopped, strsignal(culprit->stopped), place.empty() ? "" : ", ", place.c_str(),
                  others.c_str(), said.c_str());
-    return 1;
+    return stopped_or(1);
   }
   if (WIFSIGNALED(culprit->status)) {
     const int signal = WTERMSIG(culprit->status);
     std::fprintf(stderr, "plumb: %s was ended by signal %d (%s)%s%s%s\n", who.c_str(), signal, strsignal(signal),
                  place.empty() ? "" : ", ", place.c_str(), others.c_str());
-    return 1;
+    return stopped_or(1);
   }
   const int code = WEXITSTATUS(culprit->status);
   std::string message = words_of(*culprit);
   if (message.empty()) message = "ended with exit code " + std::to_string(code);
   if (message.rfind("rank ", 0) != 0) message = who + ": " + message;
   std::fprintf(stderr, "plumb: %s\n", message.c_str());
-  return code;
+  return stopped_or(code);
+}
+
+std::atomic<int> heard_at{-1};  // where the handler writes
+
+void hear(int signal) {
+  const int saved = errno;
+  const char byte = static_cast<char>(signal);
+  [[maybe_unused]] const auto n = write(heard_at, &byte, 1);
+  errno = saved;
 }
 
 }  // namespace
 
-int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_t* lost) {
-  // Signals are read from a descriptor, so that none is lost between looking and waiting.
-  int wake[2];
-  if (pipe2(wake, O_CLOEXEC | O_NONBLOCK) != 0) throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
-  static int wake_write;
-  wake_write = wake[1];
+Signals::Signals() {
+  if (pipe2(ends_, O_CLOEXEC | O_NONBLOCK) != 0)
+    throw Error(std::string("cannot make a pipe: ") + std::strerror(errno));
+  heard_at = ends_[1];
   struct sigaction action{};
-  action.sa_handler = [](int signal) {
-    const int saved = errno;
-    const char byte = static_cast<char>(signal);
-    [[maybe_unused]] const auto n = write(wake_write, &byte, 1);
-    errno = saved;
-  };
+  action.sa_handler = hear;
   action.sa_flags = SA_RESTART;
   for (const int signal : {SIGINT, SIGTERM, SIGCHLD}) sigaction(signal, &action, nullptr);
+}
 
+Signals::~Signals() {
+  for (const int number : {SIGINT, SIGTERM, SIGCHLD}) signal(number, SIG_DFL);
+  close(ends_[0]);
+  close(ends_[1]);
+}
+
+int Signals::next() const {
+  unsigned char byte = 0;
+  return read(ends_[0], &byte, 1) == 1 ? byte : 0;
+}
+
+int Signals::wish() const {
+  for (;;) {
+    const int signal = next();
+    if (signal != SIGCHLD) return signal;
+  }
+}
+
+Life launch(int64_t count, char** argv, std::chrono::milliseconds timeout, const Signals& signals) {
   Meeting meeting;
   const Board board(count);
   std::vector<Rank> ranks;
@@ -280,7 +304,7 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
   int64_t stop_at = 0;
   bool ending = false;
   for (size_t living = ranks.size(); living > 0;) {
-    std::vector<pollfd> watched = {{wake[0], POLLIN, 0}};
+    std::vector<pollfd> watched = {{signals.fd(), POLLIN, 0}};
     for (const Rank& rank : ranks) {
       if (rank.errors >= 0) watched.push_back({rank.errors, POLLIN, 0});
     }
@@ -295,11 +319,9 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
     }
     poll(watched.data(), watched.size(), wait);
 
-    unsigned char byte = 0;
-    while (read(wake[0], &byte, 1) == 1) {
-      if (byte == SIGCHLD) continue;
+    while (const int wish = signals.wish()) {
       if (stop == 0) {
-        stop = byte;
+        stop = wish;
         stop_at = now_ms();
         kill_all(stop);
       } else if (now_ms() - stop_at >= kSameWish) {  // who asks again does not want to wait
@@ -343,12 +365,12 @@ int launch(int64_t count, char** argv, std::chrono::milliseconds timeout, int64_
   for (const Rank& rank : ranks) {
     if (rank.errors >= 0) close(rank.errors);
   }
-  close(wake[0]);
-  close(wake[1]);
+  Life life;
   for (const Rank& rank : ranks) {
-    if (lost != nullptr && rank.accused && WIFSIGNALED(rank.status)) ++*lost;
+    if (rank.accused && WIFSIGNALED(rank.status)) ++life.lost;
   }
-  return verdict(ranks, order, stop, board);
+  life.code = verdict(ranks, order, stop, board);
+  return life;
 }
 
 }  // namespace plumb::cli

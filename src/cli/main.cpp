@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cli/checkpoint.h"
+#include "cli/checkpoints.h"
 #include "cli/estimate.h"
 #include "cli/info.h"
 #include "cli/launch.h"
@@ -25,6 +26,7 @@
 #include "model/text.h"
 #include "plumb/error.h"
 #include "plumb/world.h"
+#include "save/folder.h"
 #include "watch/report.h"
 #include "watch/strike.h"
 #include "world/environment.h"
@@ -145,13 +147,16 @@ int64_t ranks_of_next(const Settings& s, int64_t asked, int64_t ranks, int64_t l
   return left >= s.min_ranks ? left : 0;
 }
 
-// Starts the ranks, and again from the newest checkpoint as often as --restarts allows.
+// Starts the ranks, and again from the newest checkpoint as often as --restarts allows, until somebody asks for the end.
 int launch_again_and_again(const Settings& s, int64_t asked, char** argv) {
+  const Signals signals;
   int64_t ranks = asked;
+  const auto older = s.checkpoint.empty() ? std::vector<save::Named>() : save::checkpoints_in(s.checkpoint);
+  setenv(kOlderCheckpoints, std::to_string(older.empty() ? 0 : older.back().number).c_str(), /*overwrite=*/1);
   for (int64_t restart = 0;; ++restart) {
-    int64_t lost = 0;
-    const int code = launch(ranks, argv, world_options(s).timeout, &lost);
+    const auto [code, lost] = launch(ranks, argv, world_options(s).timeout, signals);
     if (code != 1 || restart == s.restarts) return code;
+    if (const int wish = signals.wish()) return 128 + wish;
     ranks = ranks_of_next(s, asked, ranks, lost);
     if (ranks == 0) {
       std::fprintf(stderr, "plumb: fewer than --min-ranks %lld ranks are left\n", static_cast<long long>(s.min_ranks));
@@ -159,6 +164,7 @@ int launch_again_and_again(const Settings& s, int64_t asked, char** argv) {
     }
     std::fprintf(stderr, "plumb: restart %lld of %lld, on %lld %s\n", static_cast<long long>(restart) + 1,
                  static_cast<long long>(s.restarts), static_cast<long long>(ranks), ranks == 1 ? "rank" : "ranks");
+    if (const int wish = signals.wish()) return 128 + wish;
     setenv(kRestarted, std::to_string(restart + 1).c_str(), /*overwrite=*/1);
   }
 }
@@ -187,8 +193,8 @@ int run_train(const std::vector<std::string>& words, char** argv) {
   if (!joins && (ranks > 1 || s.restarts > 0) && s.backend != "local") {
     return launch_again_and_again(s, ranks, argv);
   }
-  note_signals();
   count_tensors();
+  if (!joins) note_signals();  // who joins a world may wait for long, and is ended by a signal until then
   if (!joins && s.backend == "local") {
     int code = 0;
     run_local(
@@ -201,13 +207,14 @@ int run_train(const std::vector<std::string>& words, char** argv) {
         world_options(s));
     return code;
   }
-  use_threads(s, joins ? std::max<int64_t>(1, environment_number("LOCAL_WORLD_SIZE", 1)) : 1);
+  use_threads(s, joins ? ranks_here(environment) : 1);
   if (!joins) return train(World(), s, *task);
 
   // A failed rank leaves without unwinding: destroying communication that is under way may wait for the very ranks
   // that wait for us, and the operating system closes the sockets in any case.
   const int code = guarded([&] {
     World world = World::join(world_options(s));
+    note_signals();
     const int result = guarded([&] {
       try {
         return train(world, s, *task);

@@ -58,6 +58,7 @@ void heed_signals() {
     struct sigaction now{};
     if (sigaction(number, nullptr, &now) == 0 && now.sa_handler == SIG_IGN) signal(number, SIG_DFL);
   }
+  signal(SIGXFSZ, SIG_IGN);
 }
 
 void note_signals() {

@@ -13,7 +13,8 @@ int64_t peak_rss_bytes();  // the most it ever was, since exec
 int64_t usable_cores();
 
 // SIGINT and SIGTERM end this process even where whoever started it ignores them, as a script does for its background
-// jobs: a wish to stop must not be lost because it came before note_signals().
+// jobs: a wish to stop must not be lost because it came before note_signals(). A write past the largest file that is allowed
+// (SIGXFSZ) is an error of that write, as on a full disk.
 void heed_signals();
 
 // From then on SIGINT and SIGTERM are noted instead of ending the process; one that comes a second or more

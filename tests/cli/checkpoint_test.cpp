@@ -219,6 +219,16 @@ TEST(Checkpoint, AFullDiskCostsNothingButTheCheckpointsThatDoNotFit) {
   EXPECT_THAT(result.err, testing::Not(HasSubstr("\n.unfinished-")));
 }
 
+// A limit on the length of a file is told as a full disk is, and ends no run.
+TEST(Checkpoint, ThatIsLongerThanAFileMayBeIsGoneOnWithout) {
+  const Scratch scratch;
+  Words words = steady({"--steps", "4", "--ranks", "2", "--save-every", "2", "--checkpoint", scratch.path("saved")});
+  const Result result = shell("ulimit -f 8; \"$PLUMB\" \"$@\"", words);
+  EXPECT_EQ(result.code, 1);
+  EXPECT_THAT(result.err, HasSubstr("File too large; training goes on, earlier checkpoints are intact"));
+  EXPECT_EQ(result.last()["steps"], 4);
+}
+
 // Of any shape and dtype: an element is named, and by how much it differs.
 TEST(Checkpoint, TheToolComparesScalarsAndComplexNumbers) {
   const Scratch scratch;
@@ -428,7 +438,7 @@ TEST(Checkpoint, FlagsThatMakeNoSenseAreRefused) {
   EXPECT_THAT(restarted({"--ranks", "2", "--min-ranks", "3"}), HasSubstr("--min-ranks 3 is more than --ranks 2"));
   EXPECT_THAT(restarted({"--backend", "local"}), HasSubstr("--backend local makes ranks threads"));
   EXPECT_THAT(run(tiny({"--nonfinite", "maybe"})).err, HasSubstr("error, skip, continue"));
-  EXPECT_THAT(run(tiny({"--resume", "/nowhere"})).err, HasSubstr("no complete checkpoint in '/nowhere'"));
+  EXPECT_THAT(run(tiny({"--resume", "/nowhere"})).err, HasSubstr("--resume '/nowhere' does not exist"));
 }
 
 }  // namespace

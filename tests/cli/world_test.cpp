@@ -1,13 +1,16 @@
 // How the program starts, stops and fails as a world of several processes.
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 
@@ -121,6 +124,47 @@ TEST(World, StopsWhileItStartsEvenIfTheSignalWasIgnoredBefore) {
   EXPECT_FALSE(starting.alive());
 }
 
+// Asked to stop, a run stops: that a rank failed over it is told, and is no reason to begin again.
+TEST(World, StopsThoughARankFailsWhenItIsAskedTo) {
+  const Scratch scratch;
+  Program program(endless({"--ranks", "2", "--checkpoint", scratch.path("saved"), "--restarts", "2"}),
+                  {{"PLUMB_FAULT", "rank=1,point=save:1,kind=kill"}});
+  program.wait_for_lines(1);
+  program.signal(SIGTERM);
+  const Result result = program.wait();
+  EXPECT_EQ(result.code, 143) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("rank 1 was ended by signal 9"));
+  EXPECT_THAT(result.err, Not(HasSubstr("restart 1")));
+}
+
+// Between two lives the launcher says why it begins again; here it cannot, since nobody reads what it says.
+TEST(World, StopsBetweenTwoLives) {
+  const Scratch scratch;
+  const std::string errors = scratch.path("errors");
+  ASSERT_EQ(mkfifo(errors.c_str(), 0600), 0);
+  const int pipe = open(errors.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  ASSERT_GE(pipe, 0);
+  const std::string filling(512, '.');
+  while (write(pipe, filling.data(), filling.size()) > 0) continue;
+  Words words = {"-c", "exec \"$@\" 2>\"$ERRORS\"", "sh", program()};
+  for (const std::string& word : endless({"--ranks", "2", "--restarts", "1", "--checkpoint", scratch.path("saved")}))
+    words.push_back(word);
+  Program program(words, {{"ERRORS", errors}}, "/bin/sh");
+  program.wait_for_lines(1);
+  const auto ranks = program.children();
+  ASSERT_EQ(ranks.size(), 2u);
+  kill(ranks[1], SIGKILL);
+  while (!program.children().empty()) usleep(1'000);  // until it has looked after both
+  program.signal(SIGTERM);
+  std::string said(1 << 20, '\0');
+  ASSERT_GT(read(pipe, said.data(), said.size()), 0);  // what it says now finds room
+  EXPECT_EQ(program.wait().code, 143);
+  const ssize_t length = read(pipe, said.data(), said.size());
+  close(pipe);
+  said.resize(static_cast<size_t>(std::max<ssize_t>(length, 0)));
+  EXPECT_THAT(said, AllOf(HasSubstr("rank 1 was ended by signal 9"), Not(HasSubstr("restart 1"))));
+}
+
 TEST(World, StopsTheLastEvaluationOnCtrlC) {
   for (const Words& how : {Words{"--ranks", "2", "--strategy", "zero3"}, Words{"--ranks", "1"}}) {
     Words words = tiny({"--json", "--steps", "3", "--questions", "10000000"});
@@ -135,6 +179,35 @@ TEST(World, StopsTheLastEvaluationOnCtrlC) {
     EXPECT_EQ(result.last()["steps"], 3);
     EXPECT_GT(result.last()["asked"], 0);
     EXPECT_LT(result.last()["asked"], 10000000);
+  }
+}
+
+// Who waits for the others to come is ended by a signal at once.
+TEST(World, StopsWhileItJoins) {
+  Program alone(endless({"--timeout", "60"}), place(0, 2, free_port()));
+  const std::string status = "/proc/" + std::to_string(alone.pid()) + "/task";
+  // Its store is served by a thread: from then on it joins.
+  while (alone.alive() && std::distance(std::filesystem::directory_iterator(status), {}) < 2) usleep(1'000);
+  usleep(500'000);
+  alone.signal(SIGTERM);
+  EXPECT_EQ(alone.wait().code, 143);
+}
+
+// Where ranks meet at the store, a failure of one is the others' at once: the time-out here is a minute.
+TEST(World, TellsOfAFailureWhileItJoins) {
+  for (const auto& [name, value, said] :
+       {std::tuple{"PLUMB_SHAPE", "nonsense", "the shape 'nonsense' of the link"},
+        {"GLOO_SOCKET_IFNAME", "nowhere", "there is no usable interface 'nowhere'"}}) {
+    const int port = free_port();
+    Environment first = place(0, 2, port), second = place(1, 2, port);
+    first["PLUMB_SHM"] = second["PLUMB_SHM"] = "0";
+    second[name] = value;
+    const Words words = tiny({"--timeout", "600"});
+    Program zero(words, first), one(words, second);
+    const Result other = one.wait(), result = zero.wait();
+    EXPECT_EQ(other.code, 1);
+    EXPECT_EQ(result.code, 1);
+    EXPECT_THAT(result.err, AllOf(HasSubstr("rank 1 failed"), HasSubstr(said)));
   }
 }
 
