@@ -12,7 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import plumb
-from plumb import _C, compiled, compiled_units
+from plumb import _C, compiled
+from plumb.compiled import units
 from programs import ROWS
 from stage import STEP, ZERO, Block, Net, Play, distance, make
 from test_compiled import (
@@ -335,4 +336,4 @@ def test_a_unit_lives_as_long_as_the_last_tensor_that_a_graph_has_of_it() -> Non
 def test_a_graph_without_units_is_left_alone() -> None:
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
-    assert compiled_units.insert_gathers(graph) == 0 and len(graph.nodes) == 2
+    assert units.insert_gathers(graph) == 0 and len(graph.nodes) == 2

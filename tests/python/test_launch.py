@@ -92,7 +92,7 @@ def test_what_a_rank_raised_is_told_to_those_that_wait_for_it() -> None:
 
     with pytest.raises(plumb.Error, match="^rank 1: ValueError: no such corpus") as caught:
         plumb.spawn(one_raises, 2)
-    assert "rank 1: ValueError: no such corpus" in str(caught.value).split("(then rank 0: ")[1]
+    assert "rank 1 failed: ValueError: no such corpus" in str(caught.value).split("(then rank 0: ")[1]
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:

@@ -30,7 +30,7 @@ TEST(Shape, IsRead) {
   EXPECT_EQ(read_shape("latency=100s").latency.count(), 100'000'000'000);
   EXPECT_EQ(read_shape("").gbps, 0);
   for (const char* wrong : {"latency=1", "latency=ms", "latency=-1ms", "gbps=0", "gbps=fast", "speed=3", "gbps",
-                            "latency=1h", "latency=101s", "gbps=10ms", "gbps=nan", "latency=infs"}) {
+                            "latency=1h", "latency=101s", "gbps=0.00009", "gbps=10ms", "gbps=nan", "latency=infs"}) {
     try {
       read_shape(wrong);
       ADD_FAILURE() << wrong;
@@ -68,12 +68,12 @@ TEST(Wire, CountsByKindAndTellsWhatCameSince) {
 
 // Rounds each take the latency; bytes of several messages take turns.
 TEST(Wire, ThatIsShapedArrivesLater) {
-  setenv("PLUMB_SHAPE", "latency=20s,gbps=0.000008", 1);  // a byte per millisecond: far above what a busy machine adds
+  setenv("PLUMB_SHAPE", "latency=20s,gbps=0.0001", 1);  // 12.5 bytes per millisecond: far above what a busy machine adds
   Wire wire;
   unsetenv("PLUMB_SHAPE");
   EXPECT_TRUE(wire.shaped());
   const auto begin = std::chrono::steady_clock::now();
-  const auto first = wire.arrival(3, 10'000), second = wire.arrival(0, 5'000), third = wire.arrival(1, 0);
+  const auto first = wire.arrival(3, 125'000), second = wire.arrival(0, 62'500), third = wire.arrival(1, 0);
   const auto late = std::chrono::steady_clock::now() - begin;
   const auto near = [&](Wire::Moment moment, milliseconds expected) {
     EXPECT_GE(moment - begin, expected);
