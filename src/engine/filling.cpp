@@ -154,6 +154,7 @@ void fill(Engine::Impl& impl, const std::vector<Filling>& fillings, const std::f
   at::NoGradGuard no_grad;
   std::deque<Bucket>& buckets = impl.reducer->buckets();
   for (const auto& [name, parameter] : impl.parameters) parameter.mutable_grad().reset();
+  impl.scaler.forget();
   if (impl.units) impl.units->begin_update();
   for (Bucket& bucket : buckets) bucket.lanes.begin_all(bucket.device());
   road_of(impl.world).pass(Point::fill);

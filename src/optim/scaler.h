@@ -28,6 +28,8 @@ class Scaler {
   void begin_pass(std::deque<Bucket>& buckets);
   // The gradients are as without loss scaling from here on.
   void unscale(std::deque<Bucket>& buckets);
+  // There are none: those that are set from here on count as they are.
+  void forget() { of_gradients_ = 1.0; }
   // A step has ended. One decision for all ranks: they all know whether it was skipped.
   void settle(bool skipped);
 
@@ -38,7 +40,6 @@ class Scaler {
     *scale_ = scale;
     good_steps_ = good_steps;
     patience_ = patience;
-    of_gradients_ = 1.0;
   }
 
  private:

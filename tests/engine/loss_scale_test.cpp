@@ -413,15 +413,24 @@ TEST(LossScale, ASkippedStepChangesNothingButBuffers) {
 TEST_P(LossScaleIn, GradientsSetByHandAfterALoadCountAsTheyAre) {
   std::string folder = testing::TempDir() + "plumb-scale-XXXXXX";
   ASSERT_NE(mkdtemp(folder.data()), nullptr);
-  falls_by(2, [&](Engine& engine, Parts& model, const World&) {
-    const std::string path = engine.save(folder);
-    engine.backward(model.loss(ones(NAN)));
-    EXPECT_TRUE(engine.step().skipped);
-    engine.load(path);
-    const auto gradients = ones(2);
-    for (size_t i = 0; i < gradients.size(); ++i) model.parameters()[i].mutable_grad() = gradients[i];
-    EXPECT_FALSE(engine.step().skipped);
-  });
+  for (const bool weights_alone : {false, true}) {
+    for (const bool given_up : {false, true}) {  // the step that was under way; or it was skipped
+      SCOPED_TRACE(c10::str(weights_alone, given_up));
+      falls_by(2, [&](Engine& engine, Parts& model, const World&) {
+        const std::string path = engine.save(folder);
+        engine.backward(model.loss(ones(given_up ? 1 : NAN)));
+        if (given_up) {
+          engine.zero_grad();
+        } else {
+          EXPECT_TRUE(engine.step().skipped);
+        }
+        weights_alone ? engine.load_weights(path) : engine.load(path);
+        const auto gradients = ones(2);
+        for (size_t i = 0; i < gradients.size(); ++i) model.parameters()[i].mutable_grad() = gradients[i];
+        EXPECT_FALSE(engine.step().skipped);
+      });
+    }
+  }
   std::filesystem::remove_all(folder);
 }
 
