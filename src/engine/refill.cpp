@@ -23,6 +23,7 @@ std::map<std::string, int64_t> all_updated(Engine::Impl& impl) {
 std::vector<SavedSlot> all_slots(Engine::Impl& impl) {
   impl.reducer->serve_gathers(impl.reducer->here(Where::Kind::step, "state_dict()"));
   impl.reducer->check_between_steps("state_dict()");
+  if (impl.saving) impl.saving->settle();  // masters follow parameters that were changed
   impl.reducer->arrange(impl.reducer->order());
   impl.updater->make_room(impl.reducer->buckets(), std::vector<int64_t>(impl.reducer->sinks().size(), 1));
   if (impl.units) impl.units->begin_update();

@@ -6,7 +6,9 @@
 #include "libtorch.h"
 
 #include <array>
+#include <future>
 
+#include "engine/saving.h"
 #include "save/support/folder.h"
 #include "save/support/trained.h"
 
@@ -145,6 +147,39 @@ TEST(Refill, AndLoadGiveEveryGroupItsOwnLearningRate) {
 
 INSTANTIATE_TEST_SUITE_P(Strategies, RefillIn, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
+
+// Who asks for state beside a save brings a master to what its parameter was changed to; the save has what was there at the call.
+TEST(Refill, AskedForBesideASaveLeavesWhatIsSaved) {
+  const Scratch scratch;
+  for (const std::string strategy : {"ddp", "zero1"}) {
+    Everything then, loaded;
+    run_local(2, [&](World world) {
+      Model model(3, at::kBFloat16);
+      Engine engine(world, model, AdamW{}, {.strategy = strategy});
+      train(engine, model, 2, at::kBFloat16);
+      then.add(engine);
+      std::promise<void> asked;
+      engine.impl().saving = std::make_shared<Saving>(engine.impl());
+      engine.impl().saving->before_writing = [&] { asked.get_future().wait(); };
+      world.barrier();
+      engine.save_in_background(scratch.path(strategy));
+      {
+        at::NoGradGuard no_grad;
+        for (const at::Tensor& p : model.parameters()) p.add_(1);
+      }
+      all_slots(engine.impl());
+      asked.set_value();
+      engine.finish_save();
+    });
+    run_local(1, [&](World world) {
+      Model model(8, at::kBFloat16);
+      Engine engine(world, model, AdamW{});
+      engine.load(scratch.path(strategy));
+      loaded.add(engine);
+    });
+    EXPECT_EQ(then.difference(loaded), "") << strategy;
+  }
+}
 
 TEST(Refill, RefusesWordsOfAnEngineThatCannotBeFollowed) {
   struct One {
