@@ -14,6 +14,8 @@ namespace plumb {
 
 namespace {
 
+constexpr int64_t kNoneIsLeft = -1;  // what any rank says of its sums is what all of them hear: every bit is set
+
 bool any_defined(const std::deque<Sink>& sinks) {
   return std::ranges::any_of(sinks, [](const Sink& sink) { return sink.grad().defined(); });
 }
@@ -107,15 +109,20 @@ double Weights::sum() const {
 }
 
 void Weights::tell(Facts& mine) const {
-  mine.weight = sum();
+  mine.weight = cleared_ ? 0 : sum();
   mine.weighted = count_;
-  mine.since = told_ ? 0 : from_;
+  mine.since = cleared_ ? kNoneIsLeft : told_ ? 0 : from_;
 }
 
 // Where they saw something else, everybody hears what everybody saw and weighed. Gradients were cleared where a rank saw that and none
 // saw numbers; one whose own have all gone knows for itself.
 void Weights::hear(Group& control, Agreement& all, const Where& where) {
   told_ = true;
+  if (all.any.since == kNoneIsLeft) {
+    cleared_ = true;
+    all.weight = 0;
+    return;
+  }
   if (all.any.since == all.every.since) return;
   std::vector<int64_t> mine;
   for (int64_t pass = 0; pass <= all.any.pass; ++pass) {
@@ -143,7 +150,7 @@ void Weights::hear(Group& control, Agreement& all, const Where& where) {
 
 void Weights::add(const Agreement& all) {
   factor_ = 1;
-  if (all.any.weighted == 0 && all.weight == 0) return;
+  if (all.any.since == kNoneIsLeft || (all.any.weighted == 0 && all.weight == 0)) return;
   if (all.any.weighted == 0 && all.any.pass > 0) {
     throw Error(rank_,
                 "backwards without a weight added to sums of weighted losses that a skipped step left; clear them with "

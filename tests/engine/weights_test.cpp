@@ -87,6 +87,32 @@ TEST_P(Weighted, ABackwardThatFailedWeighsNothing) {
   });
 }
 
+// What is there at the step is no sum of theirs.
+TEST_P(Weighted, BackwardsWhoseGradientsWereClearedAreNothingToWhatHasNoWeight) {
+  for (const bool deterministic : {false, true}) {
+    for (const bool set : {false, true}) {  // by hand; or of a backward
+      run_local(2, [&](World world) {
+        SCOPED_TRACE(c10::str(deterministic, set));
+        at::Tensor p = at::zeros({16}).requires_grad_();
+        Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1},
+                      {.strategy = GetParam(), .deterministic = deterministic, .virtual_ranks = set ? 2 : 4});
+        for (int step = 1; step <= 2; ++step) {
+          engine.backward(p.sum() * 3, false, 5.0 + world.rank());
+          engine.zero_grad();
+          if (set) {
+            p.mutable_grad() = at::full({16}, 7.0);
+          } else {
+            (p * (6 + 2 * world.rank())).sum().backward();
+          }
+          engine.step();
+          engine.zero_grad();
+          EXPECT_TRUE(engine.full_parameter(p).eq(-7.0 * step).all().item<bool>()) << engine.full_parameter(p);
+        }
+      });
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, Weighted, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 
