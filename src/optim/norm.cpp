@@ -13,6 +13,12 @@ namespace {
 
 bool any_two(const Sink&, const Sink&) { return true; }
 
+// A norm is as precise as the widest of its gradients.
+at::ScalarType dtype_of_norm(const std::deque<Bucket>& buckets) {
+  const bool wide = std::ranges::any_of(buckets, [](const Bucket& bucket) { return bucket.dtype == at::kDouble; });
+  return wide ? at::kDouble : at::kFloat;
+}
+
 // The kept part of a bucket, with what the user put into .grad instead.
 at::Tensor shown(const Bucket& bucket, bool sharded) {
   const auto aside = [](const Sink* sink) { return sink->grad().defined() && !sink->grad_in_bucket(); };
@@ -97,7 +103,7 @@ at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, b
     wire = wire.cpu();
     std::copy_n(wire.const_data_ptr<int64_t>(), sum.limbs.size(), sum.limbs.begin());
   }
-  return at::full({}, std::sqrt(sum.value()), options);
+  return at::full({}, std::sqrt(sum.value()), options.dtype(dtype_of_norm(buckets)));
 }
 
 at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard, NormOrder order,
@@ -118,8 +124,7 @@ at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool
     shard.all_reduce(norm).wait(where);
     norm = norm.sqrt();
   }
-  const bool wide = std::any_of(buckets.begin(), buckets.end(), [](const Bucket& b) { return b.dtype == at::kDouble; });
-  return wide ? norm : norm.to(at::kFloat);
+  return norm.to(dtype_of_norm(buckets));
 }
 
 }  // namespace

@@ -218,13 +218,15 @@ TEST(Step, OfDeterministicSharesIsTheirMeanWithTheShareWeight) {
         options.mesh.replicate = replicas;
         options.deterministic = true;
         options.virtual_ranks = kShares;
+        options.clip_norm = 1e9;
         Engine engine(world, NamedTensors{{"w", weight}}, {}, SGD{.lr = 1}, options);
         EXPECT_EQ(engine.share_weight(), static_cast<double>(ranks) / kShares);
         const int mine = kShares / ranks;
         for (int i = 0; i < mine; ++i) {
           engine.backward((weight * noise({50}, 10 + world.rank() * mine + i)).sum() * engine.share_weight());
         }
-        engine.step();
+        const StepInfo info = engine.step();
+        EXPECT_NEAR(info.grad_norm.item<double>(), mean.norm().item<double>(), 1e-12);
         const at::Tensor found = engine.full_parameter(weight);
         EXPECT_LT(distance(found, start - mean), 1e-12) << strategy << " on " << ranks;
         if (world.rank() != 0) return;
