@@ -78,12 +78,24 @@ void Collected::take_in(Sink& sink) {
   if (sink.piece_elsewhere()) sink.take_in_piece();
 }
 
+void Collected::check_step(int64_t /*passes*/, const std::deque<Sink>& sinks) const {
+  for (const Sink& sink : sinks) {
+    if (sink.apart.defined()) check_apart(sink);
+    if (sink.grad_elsewhere()) sink.grad_is_piece() ? sink.check_piece() : sink.check_whole();
+  }
+}
+
 // It belongs to the piece that was there: where that was cleared or replaced by a whole gradient, it goes with it.
 at::Tensor Collected::take_apart(Sink& sink) {
   at::Tensor apart = std::exchange(sink.apart, {});
+  if (!apart.defined() || !(sink.grad_in_bucket() || sink.piece_elsewhere())) return {};
+  check_apart(sink);
+  return apart;
+}
+
+void Collected::check_apart(const Sink& sink) const {
   const bool elsewhere = sink.piece_elsewhere();
-  if (!apart.defined() || !(sink.grad_in_bucket() || elsewhere)) return {};
-  if (!elsewhere && !sink.changed_in_place()) return apart;
+  if (!elsewhere && !(sink.grad_in_bucket() && sink.changed_in_place())) return;
   throw Error(team_.rank(), "the gradient of parameter '" + sink.name +
                                 "' was changed in place while a weight gradient that was put off waits to be added to "
                                 "it; run a backward, or step(), between the two");

@@ -15,6 +15,7 @@ class Collected : public Summing {
   void accumulated(Sink& sink) final;
   GradTarget open_fused(const OpenPass* pass, Sink& sink) final;
   void wrote_fused(const OpenPass* pass, Sink& sink) final;
+  void check_step(int64_t passes, const std::deque<Sink>& sinks) const override;
 
  protected:
   // Whether gradients of this pass are collected, or stay in .grad.
@@ -43,6 +44,8 @@ class Collected : public Summing {
   // The place of a whole contribution that waits for the next reduction beside the piece in .grad.
   static GradTarget open_apart(Sink& sink, const Bucket& bucket);
   bool goes_apart(const Bucket& bucket) const { return bucket.under_way && !may_wait(); }
+  // Throws if that piece was changed since what waits beside it came.
+  void check_apart(const Sink& sink) const;
   // What waits to be added to the piece in .grad; undefined: nothing.
   at::Tensor take_apart(Sink& sink);
 };

@@ -188,6 +188,12 @@ void check_nobody_failed(int rank, const Agreement& all) {
   for (size_t other = 0; other < all.everybody.size(); ++other) {
     const Facts& facts = all.everybody[other];
     if (!facts.failed) continue;
+    if (facts.kind == Where::Kind::step) {
+      throw Consequence(rank, "step() number " + std::to_string(facts.step) + " was refused on rank " +
+                                  std::to_string(other) +
+                                  ", which says why, and nothing was updated; call it again on every rank when that is "
+                                  "mended");
+    }
     throw Consequence(
         rank, "backward " + std::to_string(facts.pass) + " of step " + std::to_string(facts.step) + " failed on rank " +
                   std::to_string(other) +

@@ -65,7 +65,7 @@ int64_t digest_of(const Settings& settings);
 // An Error that names the first that differs, and both values. Collective where one does.
 void check_settings(Group& control, int rank, const Settings& mine, const Agreement& all, const Where& where);
 
-// An Error if a backward failed on another rank.
+// An Error if a backward failed, or a step was refused, on another rank.
 void check_nobody_failed(int rank, const Agreement& all);
 
 // A bucket is reduced everywhere if one rank asks for it.

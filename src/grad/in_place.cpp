@@ -46,6 +46,12 @@ void InPlace::accumulated(Sink& sink) {
   settle(sink, 1.0);
 }
 
+void InPlace::check_step(int64_t /*passes*/, const std::deque<Sink>& sinks) const {
+  for (const Sink& sink : sinks) {
+    if (sink.grad_elsewhere()) sink.check_whole();
+  }
+}
+
 void InPlace::settle(Sink& sink, double scale) {
   settled_all(sink);
   sink.settle(scale);

@@ -27,6 +27,7 @@ class InPlace final : public Summing {
   void send() override;
   int64_t together(c10::Device device, int64_t bucket_bytes) const override;
   bool holds_in_buckets() const override { return true; }
+  void check_step(int64_t passes, const std::deque<Sink>& sinks) const override;
   void use_hook(std::unique_ptr<c10d::CommHookInterface> hook) override;
   void divide_by(int ranks) override { divisor_ = ranks; }
 

@@ -195,9 +195,10 @@ void Sink::hand_over(const at::Tensor& place, double scale) {
   }
 }
 
-void Sink::take_in_piece() {
-  at::NoGradGuard no_grad;
-  at::Tensor& mine = grad();
+void Sink::check_whole() const { check_fits(*this, grad()); }
+
+void Sink::check_piece() const {
+  const at::Tensor& mine = grad();
   if (!view.defined() || mine.sizes() != view.sizes()) {
     throw Error(c10::str("the gradient of parameter '", name, "' has shape ", mine.sizes(), "; expected ",
                          parameter.sizes(), ", the parameter's",
@@ -210,6 +211,12 @@ void Sink::take_in_piece() {
                     "; where gradients are sharded, pieces cannot be moved between parameters: assign whole "
                     "gradients");
   }
+}
+
+void Sink::take_in_piece() {
+  at::NoGradGuard no_grad;
+  check_piece();
+  at::Tensor& mine = grad();
   view.copy_(unmarked(mine));
   keep_for_current(mine);
   mine = shown;

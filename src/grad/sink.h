@@ -106,6 +106,9 @@ struct Sink {
   bool collect_small(const at::Tensor& gradient, const at::Tensor& incoming, double scale);
   // The same beside the piece, whole and in this dtype.
   void collect_apart(const at::Tensor& gradient, at::ScalarType dtype);
+  // Throws unless a .grad that is not the view is a whole gradient of this parameter; unless it is this rank's piece of one.
+  void check_whole() const;
+  void check_piece() const;
   // Hands a .grad that is not the view over: a whole one to `place`, the user's copy of a piece to the view.
   void hand_over(const at::Tensor& place, double scale);
   // The user's own piece in .grad becomes the one that is shown.

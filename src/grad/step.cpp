@@ -14,7 +14,6 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 void Reducer::settle_step() {
   Lock lock(mutex_);
   check_alive();
-  check_nothing_put_off("step()");
   if (pass_ && pass_->end == OpenPass::End::told)
     throw Error(team_.rank(), "step() after delivered gradients; call end_pass() first");
   if (pass_)
@@ -23,25 +22,35 @@ void Reducer::settle_step() {
   // step() may be called on another stream than the backwards.
   buckets_.for_devices([this](c10::Device device) { callers_.join(device); });
   for (Bucket& bucket : buckets_) bucket.lanes.begin_all(bucket.device());
-  buckets_.take_back(members_.sinks());
-  changes_.look_at_gradients(sinks(), held_ || absence_.now());
-  buckets_.untangle(members_.sinks());
-  buckets_.renew_kept();
+  // What this rank alone finds is told to the others before anything is summed.
+  std::exception_ptr refusal;
+  try {
+    check_nothing_put_off("step()");
+    buckets_.take_back(members_.sinks());
+    changes_.look_at_gradients(sinks(), held_ || absence_.now());
+    buckets_.untangle(members_.sinks());
+    buckets_.renew_kept();
+    summing_->check_step(passes_, sinks());
+  } catch (...) {
+    refusal = std::current_exception();
+  }
   for (Sink& sink : members_.sinks()) sink.forget_contributions();
   std::vector<bool> late;
   for (const Bucket& bucket : buckets_) late.push_back(waits_for_step(bucket) && fault != Fault::consume_unreduced);
   Agreement all;
   or_break([&] {
     serve_gathers(here(Where::Kind::step, kOthersGather));
-    all = exchange_facts(Where::Kind::step, late, false);
+    all = exchange_facts(Where::Kind::step, late, refusal != nullptr);
+    if (all.any.failed) return;
     changes_.check_gradients(sinks(), all);
     changes_.check_parameters(sinks(), all, here(Where::Kind::step, "the parameters that were changed"));
   });
+  if (refusal) std::rethrow_exception(refusal);
+  check_nobody_failed(team_.rank(), all);
   summing_->check_passes(passes_);
   or_break([&] {
     weights_.add(all);
     join_late(all, late);
-    summing_->check_step(passes_, sinks());
     admit_newcomers(all, late, false);
     traffic_.reduce_and_wait(late, here(Where::Kind::step));
   });

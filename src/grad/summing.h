@@ -73,7 +73,8 @@ class Summing {
   // every rank has had: an Error on all of them, or on none.
   virtual bool holds_in_buckets() const = 0;
   virtual void check_passes(int64_t /*passes*/) const {}
-  virtual void check_step(int64_t /*passes*/, const std::deque<Sink>& /*sinks*/) const {}
+  // And that this rank's can be summed as they are, before anything is: what it throws is told to the others.
+  virtual void check_step(int64_t passes, const std::deque<Sink>& sinks) const = 0;
   virtual void finish_step() {}
   // No gradient of this step is there any more: nothing that is kept of its passes counts.
   virtual void forget() { sent_.clear(); }

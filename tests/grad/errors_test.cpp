@@ -337,6 +337,40 @@ TEST(Ranks, ThatChangeAnyElementOfAParameterDifferentlyGetAnError) {
     }
   }
 }
+
+// Every rank hears of it before anything is summed, and the step may be taken with other gradients.
+TEST(Ranks, OneThatCannotTakeAGradientAtTheStepIsToldOfToAll) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const bool reduced : {false, true}) {
+      for (const at::Tensor& wrong : {at::ones({4, 2}), at::ones({8}, at::kDouble), at::ones({1, 3})}) {
+        const auto texts = errors(2, [&](World world) {
+          at::Tensor a = at::zeros({8}).requires_grad_(), b = at::zeros({8}).requires_grad_();
+          Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+          std::string said;
+          for (int step = 1; step <= 2; ++step) {
+            if (reduced) (a.sum() + b.sum()).backward();
+            if (world.rank() == 1) a.mutable_grad() = wrong.clone();
+            try {
+              engine.step();
+            } catch (const Error& error) {
+              said = error.what();
+            }
+            EXPECT_TRUE(engine.full_parameter(b).eq(1.0 - step).all().item<bool>()) << "nothing was updated";
+            engine.zero_grad();
+            (a.sum() + b.sum()).backward();
+            engine.step();
+            engine.zero_grad();
+            EXPECT_TRUE(engine.full_parameter(a).eq(-step).all().item<bool>());
+            EXPECT_TRUE(engine.full_parameter(b).eq(-step).all().item<bool>());
+          }
+          if (!said.empty()) throw Error(said);
+        });
+        EXPECT_THAT(texts[1], HasSubstr("the gradient of parameter 'a'"));
+        EXPECT_THAT(texts[0], HasSubstr("was refused on rank 1"));
+      }
+    }
+  }
+}
 TEST(Engine, RefusesAParameterThatUsesItsMemoryTwice) {
   EXPECT_THAT(errors(1,
                      [](World world) {
