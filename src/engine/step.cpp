@@ -40,6 +40,7 @@ StepInfo Engine::Impl::begin_step() {
   if (scaler.on()) reducer->settings.emplace_back("whether a loss was scaled (1: yes)", scaled);
   reducer->settle_step();
   if (!scaled) {
+    reducer->refuse_step();
     throw Error(
         world.rank(),
         "step() with Options::loss_scale after backwards of losses that were never scaled, so that their gradients "
@@ -171,6 +172,7 @@ void Engine::Impl::refuse_nonfinite() {
     names += (names.empty() ? "'" : ", '") + sink.name + "'";
   }
   if (units) units->end_update();
+  reducer->refuse_step();
   throw NotFinite(world.rank(), "step " + std::to_string(reducer->steps()) + ": the gradient of " + names +
                                     (count > most ? " and " + std::to_string(count - most) + " more" : "") +
                                     " is not finite" + origin +

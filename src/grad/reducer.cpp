@@ -257,7 +257,12 @@ OpenPass& Reducer::open_pass() {
   pass.rules_changed = buckets_.follow_rules();
   if (weights_.carries()) weights_.look(sinks(), passes_);
   summing_->forget_cleared(members_.sinks());
-  summing_->open_pass(pass, passes_, members_.sinks());
+  try {
+    summing_->open_pass(pass, passes_, members_.sinks());
+  } catch (...) {  // it has not begun
+    --passes_;
+    throw;
+  }
   summing_->never_wait(may_be_asked_while_it_waits());
   return pass_.emplace(std::move(pass));
 }

@@ -84,6 +84,9 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   void settle_step();
   // Its gradients are in use from now on: a backward that would leave some for a later reduction is an Error.
   void begin_update();
+  // A step that was settled is refused before anything was updated, and may be taken again: also, in deterministic mode, with
+  // other shares.
+  void refuse_step();
   // The step is over: the next backward is the first of the next step.
   void finish_step();
 

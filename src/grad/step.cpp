@@ -115,6 +115,14 @@ void Reducer::check_used_alike(const Sink& sink, const Agreement& all) const {
   }
 }
 
+// Those of this try are in the gradients, and so are their weights.
+void Reducer::refuse_step() {
+  Lock lock(mutex_);
+  if (!options_.deterministic) return;
+  passes_ = 0;
+  weights_.end_step();
+}
+
 void Reducer::begin_update() {
   Lock lock(mutex_);
   updating_ = true;

@@ -137,8 +137,9 @@ void Tree::close_held_pass(int64_t pass) {
       sink->contributed = false;
     }
     std::vector<at::Tensor>& shares = bucket.incoming.shares;
-    // Shares that a frozen bucket had no part in were zeros.
-    const int64_t missing = bucket.frozen && shares.empty() ? pass - 1 : 0;
+    // Shares that a frozen bucket had no part in were zeros, as those are that went with cleared gradients when a load laid the
+    // buckets out anew.
+    const int64_t missing = shares.empty() ? pass - 1 : 0;
     for (int64_t which = 1; which <= missing; ++which) join(shares, at::zeros_like(bucket.incoming.sum), which);
     join(shares, bucket.incoming.sum, pass);
     bucket.incoming.sum.reset();
@@ -163,6 +164,7 @@ bool Tree::drop_held_pass() {
 }
 
 void Tree::check_step(int64_t passes, const std::deque<Sink>& sinks) const {
+  Collected::check_step(passes, sinks);
   for (const Sink& sink : sinks) {
     if (passes == 0 || !was_changed(sink)) continue;
     throw Error(team_.rank(),
@@ -226,7 +228,8 @@ void Tree::reduce(Bucket& bucket, const Where& where) {
   if (target.numel() == part.numel()) {
     target.copy_(part);
   } else {
-    team_.shard().all_gather(target, part).wait(where);
+    // Of shares that came under a wider rule than the last one's it is wider than where it goes.
+    team_.shard().all_gather(target, part.to(target.scalar_type())).wait(where);
   }
 }
 

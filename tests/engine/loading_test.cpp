@@ -7,6 +7,7 @@
 #include "libtorch.h"
 
 #include <filesystem>
+#include <fstream>
 #include <set>
 
 #include "engine/saving.h"
@@ -241,6 +242,44 @@ TEST(Load, HasExtrasThatSomeRanksAloneName) {
         train(engine, model, 1);
       });
       EXPECT_THAT(texts, Each(saved && refuses ? HasSubstr("load() failed on rank 1: no, thanks") : HasSubstr("none")));
+    }
+  }
+}
+
+// Its step has begun, its gradients were cleared, and one of its shares is still to come.
+TEST(Load, ThatFailsBetweenTheSharesOfAStepLeavesThemAsTheyAre) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const int before : {1, 2, 3}) {
+      const Scratch scratch;
+      run_local(2, [&](World world) {
+        SCOPED_TRACE(c10::str(strategy, ", after ", before));
+        at::Tensor a = at::zeros({7}).requires_grad_(), b = at::zeros({3}).requires_grad_();
+        Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                      {.strategy = strategy, .deterministic = true, .virtual_ranks = 8});
+        {
+          at::Tensor other = at::zeros({7}).requires_grad_(), one = at::zeros({3}).requires_grad_();
+          Engine writer(world, NamedTensors{{"a", other}, {"b", one}}, {}, SGD{.lr = 1}, {.strategy = strategy});
+          (other.sum() + one.sum()).backward();
+          writer.step();
+          const std::string path = writer.save(scratch.path("all"));
+          if (world.rank() == 0) {
+            for (const auto& entry : std::filesystem::directory_iterator(path)) {
+              if (!entry.path().filename().string().starts_with("weights")) continue;
+              std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+              file.seekp(-1, std::ios::end);
+              file.put('!');
+            }
+          }
+          world.barrier();
+        }
+        for (int share = 0; share < before; ++share) (a.sum() + b.sum()).backward();
+        engine.zero_grad();
+        EXPECT_THAT([&] { engine.load(scratch.path("all")); }, ThrowsMessage<Error>(HasSubstr("checksum")));
+        for (int share = before; share < 4; ++share) ((a.sum() + b.sum()) * (1 + 2 * world.rank())).backward();
+        engine.step();
+        EXPECT_TRUE(engine.full_parameter(a).eq(-2.0 * (4 - before)).all().item<bool>()) << engine.full_parameter(a);
+        EXPECT_TRUE(engine.full_parameter(b).eq(-2.0 * (4 - before)).all().item<bool>()) << engine.full_parameter(b);
+      });
     }
   }
 }

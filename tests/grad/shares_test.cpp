@@ -98,6 +98,88 @@ TEST_P(SharesIn, AreAddedInTheWidestDtypeThatARuleHasAskedFor) {
   }
 }
 
+// Those of another try are counted, and weighed, anew; or what is there is mended, and the step called again.
+TEST_P(SharesIn, OfAStepThatWasRefusedAreBehindIt) {
+  for (const bool weighted : {false, true}) {
+    for (const std::string then : {"cleared", "dropped", "mended"}) {
+      run_local(2, [&](World world) {
+        SCOPED_TRACE(c10::str(then, weighted ? ", weighted" : ""));
+        at::Tensor a = leaf({7});
+        Engine engine(
+            world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1},
+            {.strategy = GetParam(), .nonfinite = NonFinite::error, .deterministic = true, .virtual_ranks = 4});
+        const auto run = [&](double gradient) {
+          engine.backward(a.sum() * gradient, false, weighted ? std::optional(2.0) : std::nullopt);
+        };
+        for (int step = 1; step <= 2; ++step) {
+          for (int share = 0; share < 2; ++share) run(world.rank() == 1 && share == 0 ? NAN : 1);
+          EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(HasSubstr("is not finite")));
+          if (then == "mended") {
+            a.mutable_grad().nan_to_num_(5);
+          } else {
+            then == "cleared" ? engine.zero_grad() : a.mutable_grad().reset();
+            run(1 + world.rank());
+            run(3 + world.rank());
+          }
+          engine.step();
+          engine.zero_grad();
+          EXPECT_TRUE(engine.full_parameter(a).eq((weighted ? -1.25 : -5.0) * step).all().item<bool>())
+              << engine.full_parameter(a);
+        }
+      });
+    }
+  }
+}
+
+// It has not begun: the step has as many shares as before.
+TEST_P(SharesIn, OneThatIsRefusedAtItsBeginningIsNone) {
+  for (const bool counted : {false, true}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = leaf({7});
+      Engine engine(world, NamedTensors{{"a", a}}, {}, SGD{.lr = 1},
+                    {.strategy = GetParam(), .deterministic = true, .virtual_ranks = 4});
+      const auto run = [&](double gradient) {
+        counted ? engine.backward(a.sum() * gradient) : (a.sum() * gradient).backward();
+      };
+      for (int step = 1; step <= 2; ++step) {
+        run(100);
+        a.mutable_grad().mul_(0.5);
+        for (int i = 0; i < 2; ++i) {
+          EXPECT_THAT([&] { run(10); }, ThrowsMessage<std::exception>(HasSubstr("was changed in place")));
+        }
+        engine.zero_grad();
+        run(1 + world.rank());
+        engine.step();
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(a).eq(-1.5 * step).all().item<bool>()) << engine.full_parameter(a);
+      }
+    });
+  }
+}
+
+// What came before in the wider one is in the sum all the same.
+TEST_P(SharesIn, OfALeafWhoseRuleHasNarrowedAreOneSum) {
+  for (const int ranks : {1, 2}) {
+    for (int narrows = 0; narrows < 4 / ranks; ++narrows) {
+      run_local(ranks, [&](World world) {
+        SCOPED_TRACE(c10::str(ranks, " ranks, before share ", narrows));
+        at::Tensor a = leaf({9}, at::kBFloat16);
+        a.set_grad_dtype(at::kFloat);
+        Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{},
+                      {.strategy = GetParam(), .deterministic = true, .virtual_ranks = 4});
+        for (int share = 0; share < 4 / ranks; ++share) {
+          if (share == narrows) a.set_grad_dtype(at::kBFloat16);
+          (a.to(at::kFloat).sum() * (share + 1)).backward();
+        }
+        engine.step();
+        const at::Tensor found = engine.full_gradient(a);
+        EXPECT_EQ(found.scalar_type(), at::kBFloat16);
+        EXPECT_TRUE(found.eq(ranks == 1 ? 10 : 3).all().item<bool>()) << found[0].item<double>();
+      });
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Strategies, SharesIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
 
