@@ -87,6 +87,7 @@ void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool undecided) {
 }
 
 void Changes::check_gradients(const std::deque<Sink>& sinks, const Agreement& all) const {
+  if (all.everybody.empty()) return;  // they did alike
   struct Kind {
     std::vector<bool> Facts::* bits;
     const char* what;

@@ -133,7 +133,11 @@ bool must_tell(const Agreement& all, bool in_step) {
 
 Agreement agree(Group& control, int rank, const std::vector<std::string>& names, const Facts& mine,
                 const Where& where) {
-  if (control.size() == 1) return {mine, mine, mine.weight, 1, {mine}};
+  if (control.size() == 1) {
+    Agreement alone{mine, mine, mine.weight};
+    if (must_tell(alone, true)) alone.everybody = {mine};
+    return alone;
+  }
   const std::vector<int64_t> words = mine.pack();
   const Group::Combined combined = control.combine(words, std::span(&mine.weight, 1), where);
   const size_t buckets = mine.late.size(), parameters = mine.used.size();

@@ -117,10 +117,10 @@ static bool keeps_shape(const Sink& sink) {
 }
 
 void Buckets::take_back(std::deque<Sink>& sinks) {
+  const bool sharded = team_.shards_gradient();  // then nobody but us has the view
   for (Sink& sink : sinks) {
-    if (!sink.view.defined() || !keeps_shape(sink)) continue;
+    if (!sink.view.defined()) continue;
     const Bucket& bucket = of(sink);
-    const bool sharded = team_.shards_gradient();  // then nobody but us has the view
     const int64_t offset = sharded ? sink.view.storage_offset() : bucket.gradient.storage_offset() + sink.slot.offset;
     const at::IntArrayRef sizes = sharded ? sink.view.sizes() : sink.parameter.sizes();
     const at::IntArrayRef strides = sharded ? sink.view.strides() : at::IntArrayRef(sink.order);
@@ -131,6 +131,7 @@ void Buckets::take_back(std::deque<Sink>& sinks) {
         shown.storage_offset() == offset && shown.sizes() == sizes && shown.strides() == strides) {
       continue;
     }
+    if (!keeps_shape(sink)) continue;
     at::NoGradGuard no_grad;
     const at::Tensor theirs = sink.grad_in_bucket() ? shown.detach() : at::Tensor();
     if (theirs.defined()) sink.grad().reset();

@@ -85,19 +85,23 @@ void Sink::forget_contributions() {
   contributed = false;
 }
 
+// Here and in adopt(), autograd is switched off only where something is computed: most sinks of a pass have nothing of the kind.
 void Sink::settle(double scale) {
-  at::NoGradGuard no_grad;
   unsettled = 0;
   at::Tensor& mine = grad();
   if (!mine.defined()) {
+    const at::NoGradGuard no_grad;
     view.zero_();
     return;
   }
-  if (grad_in_bucket()) {
-    if (scale != 1.0) view.mul_(scale);
+  if (mine.is_same(shown)) {
+    if (scale == 1.0) return;
+    const at::NoGradGuard no_grad;
+    view.mul_(scale);
     return;
   }
   if (rule.bucket != at::kFloat || !copy_small(view, 0, *this, mine, scale)) {
+    const at::NoGradGuard no_grad;
     check_fits(*this, mine);
     copy_scaled(view, dense_values(mine), scale);
     keep_for_current(mine);
@@ -111,19 +115,23 @@ void Sink::settle(double scale) {
 }
 
 bool Sink::must_settle_now() const {
+  const at::Tensor& mine = grad();
+  if (!mine.defined()) return false;
   const at::ScalarType dtype = view.defined() ? view.scalar_type() : rule.bucket;
-  return grad_elsewhere() && (grad().layout() != at::kStrided || grad().scalar_type() != dtype);
+  return (mine.layout() != at::kStrided || mine.scalar_type() != dtype) && grad_elsewhere();
 }
 
 void Sink::adopt(bool used) {
-  at::NoGradGuard no_grad;
   at::Tensor& mine = grad();
-  if (grad_mirrored()) {
+  if (mine.defined()) {
+    if (!grad_mirrored()) return;
+    const at::NoGradGuard no_grad;
     mine.detach().copy_(view);  // the values change, the graph stays; one process would hold these values too
     keep_for_current(mine);
-  } else if (!mine.defined() && used) {
+  } else if (used) {
     mine = shown;
     if (view_is_wider() && !grad_is_piece()) {
+      const at::NoGradGuard no_grad;
       mine = view.to(rule.bucket);
       mirror();
     }

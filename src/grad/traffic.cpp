@@ -33,6 +33,7 @@ size_t Traffic::end_of_convoy(size_t begin) const {
 void Traffic::launch_ready(const Where& where) {
   if (held_) return;
   while (next_ < buckets_.size()) {
+    if (buckets_[next_].waiting > 0) return;  // so it is for most gradients
     const size_t end = end_of_convoy(next_);
     if (end == buckets_.size()) return;
     for (size_t i = next_; i < end; ++i) {
