@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class PlumbStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that trains the module; None under ``ddp`` (its wrapper has one), and before a fit."""
-        return self._engine if self._engine is not None and not self._engine.closed else None
+        """The engine that trains the module; None under ``ddp`` (its wrapper has one), and before a fit of it."""
+        return self._engine if self._engine is not None and self._engine is _engine_of(self._module) else None
 
     @property
     def _module(self) -> torch.nn.Module:
@@ -70,7 +70,7 @@ class PlumbStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise Error(f"strategy '{self.strategy}' takes one optimizer, with groups; configure_optimizers() returned {len(self.optimizers)}")
         self._engine = Engine(self._module, self.optimizers[0], strategy=self.strategy, units=self.units, **self.options)
-        _engines[self._module] = weakref.ref(self._engine)
+        _engines[self._module] = self._engine
 
     def setup(self, trainer: Any) -> None:
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
@@ -100,12 +100,13 @@ class PlumbStrategy(DDPStrategy):
     # ---- checkpoints
 
     def _whole(self, write: bool = False) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.engine is None else self.engine.gathered(self._module, write=write)
+        engine = _engine_of(self._module)  # of this Trainer, or of one before: weights are loaded before the model is set up
+        return contextlib.nullcontext() if engine is None else engine.gathered(self._module, write=write)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._whole():
             state = super().lightning_module_state_dict()
-            if self.engine is None:
+            if _engine_of(self._module) is None:
                 return dict(state)
             return {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
 
@@ -123,14 +124,21 @@ class PlumbStrategy(DDPStrategy):
             strategy_registry.register(f"plumb_{row}", functools.partial(cls, row), description=f"Plumb, {row}", override=True)
 
 
-_engines: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Engine | None]] = weakref.WeakKeyDictionary()
+#: The engines of fits, for as long as their modules live: their Trainers may be gone before.
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def _engine_of(module: torch.nn.Module) -> Engine | None:
+    engine = _engines.get(module)
+    return engine if engine is not None and not engine.closed else None
 
 
 def _let_go(module: torch.nn.Module) -> None:
     """The engine of a fit before, by this Trainer or another one, leaves the module whole. Collective."""
-    engine = _engines.pop(module, lambda: None)()
-    if engine is None or engine.closed:
+    engine = _engine_of(module)
+    if engine is None:
         return
+    del _engines[module]
     engine.zero_grad()
     with engine.gathered(module):
         values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]

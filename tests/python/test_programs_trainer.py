@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,54 @@ def test_a_model_is_fitted_again_by_the_same_trainer_or_another_one(tmp_path: Pa
     found = by_ranks(fit_again, "zero3", 2, str(tmp_path))
     agrees([parameters for parameters, _ in found], expected, parameters_of(Net()), 1e-9)
     assert [tested for _, tested in found] == pytest.approx([loss] * 2, rel=1e-6)
+
+
+class Collecting(Net):
+    def prepare_data(self) -> None:
+        gc.collect()  # Trainers of before are gone
+
+
+def in_turn(row: str, devices: int, folder: str) -> tuple[Parameters, list[float]]:
+    """Each fit by a Trainer of its own, which nobody keeps; then tests of that model and of others, with weights out of a checkpoint."""
+
+    def trainer() -> Any:
+        strategy = plumb.lightning.PlumbStrategy(row, units=[Block]) if row in plumb.strategies() else row
+        return lightning.Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder, use_distributed_sampler=False,
+        )  # fmt: skip
+
+    def loader(one: Any) -> Any:
+        sampler = torch.utils.data.DistributedSampler(Data(), devices, one.global_rank, shuffle=False)  # type: ignore[var-annotated]
+        return torch.utils.data.DataLoader(Data(), batch_size=8 // devices, sampler=sampler)
+
+    def fits(model: Net, path: str) -> None:
+        one = trainer()
+        one.fit(model, loader(one))
+        one.save_checkpoint(path)
+
+    model, paths, losses = Collecting(), [f"{folder}/{row}-{i}.ckpt" for i in range(3)], []
+    fits(model, paths[0])
+    fits(model, paths[1])
+    last = trainer()
+    last.fit(model, loader(last))
+    last.save_checkpoint(paths[2])
+    other = trainer()  # which finds the model as that of before left it
+    for one, by, path in (
+        (Net(), last, paths[1]), (model, last, paths[0]), (Net(), last, None), (model, other, paths[2]), (model, trainer(), None),
+    ):  # fmt: skip
+        losses.append(by.test(one, loader(by), ckpt_path=path, verbose=False)[0]["loss"])
+    ends = torch.load(paths[2], weights_only=False)["state_dict"]
+    return {name: ends[name] for name, _ in model.named_parameters()}, losses
+
+
+def test_a_model_outlives_its_trainers_and_others_are_tested_by_them(tmp_path: Path) -> None:
+    expected, losses = alone(in_turn, "auto", 1, str(tmp_path))
+    assert len(set(losses)) == 4, "checkpoints of different ends, and a model of the beginning"
+    found = by_ranks(in_turn, "zero3", 2, str(tmp_path))
+    agrees([parameters for parameters, _ in found], expected, parameters_of(Net()), 1e-9)
+    for _, theirs in found:
+        assert theirs == pytest.approx(losses, rel=1e-6)
 
 
 class Two(Net):
