@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from typing import Any, ContextManager
 
 import torch
@@ -21,9 +22,10 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _Stateful
 
-from ._C import Error
+from ._C import Error, SavedCheckpoint
 from .ddp import DistributedDataParallel
 from .engine import Engine
+from .save import unpack
 from .units import UnitsArgument, kept
 
 
@@ -43,11 +45,11 @@ class PlumbStrategy(DDPStrategy):
         super().__init__(**{name: options.pop(name) for name in self._OF_DDP if name in options})
         self.strategy, self.units, self.options = strategy, kept(units), options
         self._backward_sync_control = _NoSync(self)
-        self._engines: dict[int, Engine] = {}  # by module
+        self._engines: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 
     def engine_of(self, module: torch.nn.Module) -> Engine | None:
         """The engine that trains this module; None where it is wrapped as by ddp, or not at all."""
-        return self._engines.get(id(getattr(module, "_forward_module", module)))
+        return self._engines.get(getattr(module, "_forward_module", module))
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         if self.strategy == "ddp":
@@ -63,7 +65,7 @@ class PlumbStrategy(DDPStrategy):
             return super().setup_module_and_optimizers(module, optimizers, scheduler)
         if len(optimizers) != 1:
             raise Error(f"strategy '{self.strategy}' takes one optimizer per module, with groups; {len(optimizers)} were given")
-        self._engines[id(module)] = Engine(module, optimizers[0], strategy=self.strategy, units=self.units, **self.options)
+        self._engines[module] = Engine(module, optimizers[0], strategy=self.strategy, units=self.units, **self.options)
         return module, optimizers, scheduler
 
     # ---- whole parameters, for whoever looks at them
@@ -81,7 +83,7 @@ class PlumbStrategy(DDPStrategy):
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self.strategy != "ddp":
+        if any(engine.optimizer is optimizer for engine in self._engines.values()):
             raise Error(
                 f"the optimizer's state lies in parts under '{self.strategy}': fabric.save() takes it with its module, into a folder"
             )
@@ -93,7 +95,7 @@ class PlumbStrategy(DDPStrategy):
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: dict[str, Any] | None = None
     ) -> None:
         engine = self._engine_in(state)
-        if engine is None or not any(isinstance(one, torch.optim.Optimizer) for one in state.values()):
+        if engine is None or not _steps_it(engine, state):
             return super().save_checkpoint(path, state, storage_options, filter)
         if storage_options is not None or filter:
             raise Error(f"strategy '{self.strategy}' saves a folder of its own: it takes no storage_options and no filter")
@@ -109,9 +111,20 @@ class PlumbStrategy(DDPStrategy):
             return {}
         engine = self._engine_in(state) if isinstance(state, dict) else None
         if engine is None or state is None:
-            raise Error(f"'{path}' is a checkpoint of sharded state: fabric.load(path, state) needs the module that it goes into")
+            raise Error(
+                f"'{path}' is a checkpoint of sharded state: fabric.load(path, state) needs the module that it goes into, set up with its"
+                " optimizer by a strategy that shards"
+            )
         rest = _Rest(self._rest_of(state), strict)
-        engine.load(path, strict=strict, extras={_REST: rest})
+        if _steps_it(engine, state):
+            engine.load(path, strict=strict, extras={_REST: rest})
+        else:  # whoever names no optimizer keeps the one that he has
+            saved = SavedCheckpoint(os.fspath(path))
+            packed = [(one.key, saved.read(one)) for one in saved.tensors if one.kind == "extra" and one.name == _REST]
+            values = unpack(packed) if packed else {}
+            rest.check(values)
+            engine.load_weights(saved.path, strict=strict)
+            rest.load_state_dict(values)
         return rest.put_into(state)
 
     def _engine_in(self, state: dict[str, Any]) -> Engine | None:
@@ -125,7 +138,7 @@ class PlumbStrategy(DDPStrategy):
         return {
             name: one
             for name, one in state.items()
-            if not isinstance(one, torch.optim.Optimizer) and not (isinstance(one, torch.nn.Module) and self.engine_of(one) is sharded)
+            if sharded is None or not (one is sharded.optimizer or (isinstance(one, torch.nn.Module) and self.engine_of(one) is sharded))
         }
 
     @classmethod
@@ -138,6 +151,11 @@ class PlumbStrategy(DDPStrategy):
 _REST = "fabric"
 
 
+def _steps_it(engine: Engine, state: dict[str, Any]) -> bool:
+    """Whether the engine's optimizer is among these things."""
+    return any(one is engine.optimizer for one in state.values())
+
+
 class _Rest:
     """What a checkpoint holds beside a module and its optimizer: schedulers, counters."""
 
@@ -147,10 +165,13 @@ class _Rest:
     def state_dict(self) -> dict[str, Any]:
         return {name: one.state_dict() if isinstance(one, _Stateful) else one for name, one in self.things.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any]) -> None:
         missing = self.things.keys() - state.keys()
         if missing and self.strict:
             raise Error(f"the checkpoint has no {', '.join(sorted(missing))}; it has {', '.join(sorted(state)) or 'nothing'}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
         self.values = dict(state)
         for name, one in self.things.items():
             if isinstance(one, _Stateful) and name in self.values:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,72 @@ def saves_and_loads(folder: str) -> None:
 
 def test_what_fabric_saves_comes_back_whole_or_in_parts(tmp_path: Path) -> None:
     by_ranks(saves_and_loads, str(tmp_path), ranks=1)
+
+
+def beside(folder: str) -> None:
+    """An optimizer of something that no engine trains; a model without its optimizer, as one begins from what another run has learnt."""
+    fabric, model, _, optimizer = trained("zero2")
+    scale = nn.Parameter(torch.zeros(2))
+    other = torch.optim.Adam([scale], lr=0.5)
+    scale.grad = torch.ones(2)
+    other.step()
+    everything = {"model": model, "optimizer": optimizer, "other": other, "scale": scale.detach().clone(), "epoch": 4}
+    fabric.save(f"{folder}/all", everything)
+    fabric.save(f"{folder}/other", {"other": other})
+    fabric.save(f"{folder}/weights", {"model": model, "other": other})
+    saved = whole_of(fabric, model)
+    assert Path(folder, "weights").is_file() and Path(folder, "all").is_dir()
+    for path, more in (("all", {"optimizer": optimizer}), ("other", {}), ("weights", {})):
+        fresh = torch.optim.Adam([scale], lr=0.1)
+        wanted = {**({} if path == "other" else {"model": model}), **more, "other": fresh}
+        left = fabric.load(f"{folder}/{path}", wanted)
+        assert fresh.param_groups[0]["lr"] == 0.5 and torch.equal(fresh.state[scale]["exp_avg"], other.state[scale]["exp_avg"]), path
+        assert left.keys() == ({"scale", "epoch"} if path == "all" else set())
+    # Whoever names no optimizer keeps his own, and his steps.
+    fabric, model, _, optimizer = trained("zero2")
+    optimizer.param_groups[0]["lr"] = 0.003
+    engine = fabric.strategy.engine_of(model)
+    moments = [one.clone() for one in _moments(optimizer)]
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.fill_(9.0)
+    state = {"model": model, "epoch": 0}
+    left = fabric.load(f"{folder}/all", state)
+    assert state["epoch"] == 4 and left.keys() == {"other", "scale"} and torch.equal(left["scale"], everything["scale"])
+    assert all(torch.equal(value, saved[name]) for name, value in whole_of(fabric, model).items())
+    assert optimizer.param_groups[0]["lr"] == 0.003 and engine.steps == 1
+    assert all(torch.equal(one, two) for one, two in zip(_moments(optimizer), moments, strict=True))
+    with torch.no_grad():
+        model.module[0].weight.fill_(9.0)
+    with pytest.raises(plumb.Error, match="the checkpoint has no nothing; it has epoch, other, scale"):
+        fabric.load(f"{folder}/all", {"model": model, "nothing": 0})
+    assert model.module[0].weight.eq(9.0).all(), "and nothing was loaded"
+    fabric.load(f"{folder}/all", {"model": model, "nothing": 0}, strict=False)
+    assert torch.equal(model.module[0].weight, saved["0.weight"])
+
+
+def _moments(optimizer: Any) -> list[torch.Tensor]:
+    return [state["exp_avg"] for state in optimizer.optimizer.state.values()]
+
+
+def forgets(folder: str) -> None:
+    """Models of before and their engines go, as those of a search over many."""
+    fabric, model, _, optimizer = trained("zero3")
+    engine, module = weakref.ref(fabric.strategy.engine_of(model)), weakref.ref(model.module)
+    del model, optimizer
+    gc.collect()
+    assert engine() is None and module() is None
+    teacher = nn.Linear(2, 2).requires_grad_(False)
+    assert fabric.strategy.engine_of(fabric.setup_module(teacher)) is None
+
+
+def test_fabric_saves_and_loads_what_it_is_given_and_keeps_nothing_else(tmp_path: Path) -> None:
+    by_ranks(in_turn, str(tmp_path), ranks=1)
+
+
+def in_turn(folder: str) -> None:
+    beside(folder)
+    forgets(folder)
 
 
 def strictly(folder: str) -> list[str]:

@@ -28,6 +28,10 @@ from .settings import Settings
 logger = logging.getLogger("plumb.deepspeed")
 
 
+#: By their graphs' tasks, the backwards that engines began: such a loss is divided once, for every engine that it reaches.
+_begun: dict[int, "DeepSpeedEngine"] = {}
+
+
 class _Share(torch.autograd.Function):
     """An output of the model for the caller, who may call ``backward()`` on what he makes of it: his gradients count as
     those of ``engine.backward()``, once, although one output may be computed from another."""
@@ -39,7 +43,10 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient if ctx.engine._in_backward else gradient * ctx.engine._share(), None
+        engine, begun = ctx.engine, _begun.get(torch._C._current_graph_task_id())
+        if engine._in_backward or begun is not None:
+            return gradient if begun in (None, engine) else gradient * (engine._ranks() / begun._ranks()), None
+        return gradient * engine._share(), None
 
 
 def _share(output: torch.Tensor, engine: "DeepSpeedEngine") -> Any:
@@ -131,8 +138,11 @@ class DeepSpeedEngine(Settings):
 
     def _share(self) -> float:
         """What a loss counts."""
-        ranks = self.world_size if self._config["gradient_allreduce_op"] == "sum" else 1
-        return float(ranks / self.gradient_accumulation_steps())
+        return float(self._ranks() / self.gradient_accumulation_steps())
+
+    def _ranks(self) -> int:
+        """How often the mean over ranks counts."""
+        return self.world_size if self._config["gradient_allreduce_op"] == "sum" else 1
 
     def backward(self, loss: torch.Tensor | None, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor | None:
         """``loss`` over the number of accumulation steps is one contribution; the mean over ranks is taken at the boundary.
@@ -156,10 +166,28 @@ class DeepSpeedEngine(Settings):
                     self.engine.backward(None)
                 else:
                     summed = scaled * self.world_size if self._config["gradient_allreduce_op"] == "sum" else scaled
-                    self.engine.backward(summed.reshape(()), retain_graph=retain_graph)
+                    with self._begins(summed.reshape(())) as root:
+                        self.engine.backward(root, retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return scaled
+
+    @contextlib.contextmanager
+    def _begins(self, root: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A backward of ``root`` inside is this engine's, whatever others it reaches."""
+        tasks: list[int] = []
+
+        def begin(_: torch.Tensor) -> None:
+            tasks.append(torch._C._current_graph_task_id())
+            _begun[tasks[-1]] = self
+
+        handle = root.register_hook(begin)
+        try:
+            yield root
+        finally:
+            handle.remove()
+            for task in tasks:
+                _begun.pop(task, None)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward()`` on by yourself."""

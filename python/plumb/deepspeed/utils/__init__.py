@@ -187,12 +187,16 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     if not owner.in_pieces(param) or not param.requires_grad:
         return None if mine is None else mine.clone()
     begin, end = _range(param)
-    if not any(owner.engine._engine.exchange("" if mine is None else "here", "safe_get_full_optimizer_state()")):
+    fits = mine is not None and mine.numel() == end - begin and (mine.dim() > 0 or param.dim() == 0)
+    here = "" if mine is None else "here" if fits else str(list(mine.shape))
+    said = owner.engine._engine.exchange(here, "safe_get_full_optimizer_state()")
+    if not any(said):
         return None  # nobody's, or nobody's yet
+    for rank, one in enumerate(said):
+        if one not in ("", "here"):
+            raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {one} on rank {rank}")
     if mine is None:  # another rank's alone
         return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
-    if mine.numel() != end - begin:
-        raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {list(mine.shape)} on this rank")
     return owner.engine._engine.assemble(param, mine)
 
 
