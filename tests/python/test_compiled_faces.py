@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import deepspeeds
 import plumb
 from plumb import compiled
 from stage import STEP, WIDTH, ZERO, Net, Play, make, reference
@@ -286,6 +287,34 @@ def refused_by_fully_shard() -> list[str]:
 def test_fully_shard_does_not_go_on_with_a_parameter_that_was_replaced() -> None:
     for used, _ in plumb.spawn(refused_by_fully_shard, 2, timeout=600):
         assert "a parameter of a sharded module became a Parameter" in used
+
+
+# ---- accumulation, which the outputs of DeepSpeed's engine know of
+
+
+def divided() -> list[float]:
+    """By one process's gradients, those of the first of four micro-batches, whoever calls backward()."""
+    factors = []
+    for stage, by_hand, fullgraph in ((0, False, False), (0, True, False), (0, False, True), (0, True, True), (3, True, True)):
+        torch._dynamo.reset()  # or a graph with breaks would serve where there may be none
+        engine, twin = deepspeeds.engine_of(stage=stage, gas=4, gradient_clipping=0.0), deepspeeds.make()
+        seen = whole(engine, fullgraph=fullgraph)
+        for i in range(2):
+            loss = seen(*deepspeeds.batch(0, i))
+            loss.backward() if by_hand else engine.backward(loss)
+            (twin(*deepspeeds.batch(0, i)) / 4).backward()
+        found = engine.engine.full_gradient(engine.module.head.weight)
+        factors.append(float((found / twin.head.weight.grad).mean()))
+        engine.destroy()
+    engine, twin, (x, y) = deepspeeds.engine_of(gas=4), deepspeeds.make(), deepspeeds.batch(0, 2)
+    mine, theirs = (torch.compile(torch.func.grad(lambda x, one=one: one(x, y)), backend="aot_eager")(x) for one in (engine, twin))
+    torch.testing.assert_close(mine, theirs)  # the caller's own
+    return factors
+
+
+def test_a_compiled_engine_of_deepspeed_divides_by_the_steps_of_accumulation_once() -> None:
+    (factors,) = plumb.spawn(divided, 1)
+    assert factors == pytest.approx([1.0] * 5, rel=1e-5)
 
 
 # ---- an unchanged program

@@ -278,6 +278,22 @@ def whole_states() -> list[Any]:
     return [sum(one.numel() for one in local if one is not None), sum(p.numel() for p in parameters)]
 
 
+def shapes_of_its_own() -> None:
+    """State that is not of each element is told on every rank, also on those that have nothing of the parameter."""
+    model = make()
+    model.spare.requires_grad_(False)
+    for optimizer, keys in ((torch.optim.Adafactor(model.parameters(), lr=0.1), ("row_var", "step")), (torch.optim.AdamW(model.parameters()), ("step",))):
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(stage=1))[0]
+        engine.backward(engine(*batch(engine.global_rank, 0)))
+        engine.step()
+        for key in keys:
+            with pytest.raises(deepspeed.DeepSpeedConfigError, match=f"'{key}' has another shape than its parameter; it is .* on rank [01]"):
+                utils.safe_get_full_optimizer_state(model.head.weight, key)
+    for ask in (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param, utils.safe_get_full_grad, utils.safe_get_local_grad):
+        assert ask(model.spare.weight) is None, "nobody trains it"
+    engine.destroy()
+
+
 def turned() -> None:
     """Local parts are in the order of the parameter's memory, also where that is another than its shape's."""
     torch.manual_seed(5)
@@ -298,6 +314,7 @@ def turned() -> None:
 
 def together() -> list[Any]:
     turned()
+    shapes_of_its_own()
     return [by_hand(), *whole_states()]
 
 

@@ -9,7 +9,7 @@ import torch
 
 import plumb
 import plumb.deepspeed as deepspeed
-from deepspeeds import batch, config_of, engine_of, make
+from deepspeeds import HIDDEN, batch, config_of, engine_of, make
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -112,6 +112,36 @@ def test_the_last_micro_batch_may_be_scaled_by_hand() -> None:
     norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
     assert engine.get_global_grad_norm() == pytest.approx(float(norm))
     torch.testing.assert_close(engine.module.head.weight, twin.head.weight - 0.1 * twin.head.weight.grad)
+
+
+class Encoder(torch.nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        super().__init__(HIDDEN, HIDDEN)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_through_several_engines_is_divided_once(stage: int) -> None:
+    """One behind the other, or side by side; and by hand, where each divides what comes through its outputs."""
+    x, y = batch(0, 0)
+    config = config_of(stage, 4, optimizer=SGD, gradient_clipping=0.0)
+    front, back = (deepspeed.initialize(model=model, config=config)[0] for model in (Encoder(), make()))
+    plain = Encoder(), make()
+    for way in ("behind", "beside", "of the other", "by hand"):
+        if way == "behind":
+            loss, other = back(front(x), y), plain[1](plain[0](x), y)
+        else:
+            loss, other = back(x, y) + 3 * front(x).sum(), plain[1](x, y) + 3 * plain[0](x).sum()
+        loss.backward() if way == "by hand" else {"of the other": front}.get(way, back).backward(loss, retain_graph=True)
+        (other / 4).backward()
+        for engine, twin in zip((front, back), plain, strict=True):
+            for p, q in zip(engine.module.parameters(), twin.parameters(), strict=True):
+                found = engine.engine.full_gradient(p)
+                assert (found is None) == (q.grad is None) and (found is None or torch.allclose(found, q.grad, rtol=1e-4, atol=1e-6)), way
+            engine.zero_grad()
+            twin.zero_grad()
+    front.destroy()
+    back.destroy()
 
 
 def test_gradients_of_torch_func_are_the_callers_own() -> None:

@@ -46,6 +46,12 @@ def test_a_load_begins_a_step_anew(weights_alone: bool, tmp_path: Path) -> None:
     assert not engine.was_step_applied() and (engine._held, engine._backwards) == (False, 0)
     known = None if weights_alone else 1
     assert engine.loaded_checkpoint_mp_world_size == engine.loaded_checkpoint_dp_world_size == known
+    if not weights_alone:
+        engine.backward(engine(*batch(0, 7)))
+        engine.step()
+        engine.zero_grad()  # of a step that is given up in its middle
+        engine.load_checkpoint(tmp_path)
+        assert not engine.is_gradient_accumulation_boundary() and engine.micro_steps > 0
 
 
 @pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])

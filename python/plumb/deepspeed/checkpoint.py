@@ -214,6 +214,7 @@ def _load_all(engine: "DeepSpeedEngine", folder: str, record: Record, module_str
         )
     path = inner._apply(loading).path
     record.apply(scaling=True)
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # no gradients are left of a step that had begun
     return path
 
 

@@ -17,7 +17,7 @@ from .._C import World
 from ..engine import Engine
 from ..given import refuse
 from ..world import world as _world
-from . import build, zero
+from . import build, share, zero
 from .config import Config, ConfigError
 from .errors import NotHere
 from .methods import NOT_HERE
@@ -26,31 +26,6 @@ from .outside import Outside
 from .settings import Settings
 
 logger = logging.getLogger("plumb.deepspeed")
-
-
-#: By their graphs' tasks, the backwards that engines began: such a loss is divided once, for every engine that it reaches.
-_begun: dict[int, "DeepSpeedEngine"] = {}
-
-
-class _Share(torch.autograd.Function):
-    """An output of the model for the caller, who may call ``backward()`` on what he makes of it: his gradients count as
-    those of ``engine.backward()``, once, although one output may be computed from another."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, engine: "DeepSpeedEngine") -> torch.Tensor:
-        ctx.engine = engine
-        return output.detach()  # no view: the caller may change what he gets in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        engine, begun = ctx.engine, _begun.get(torch._C._current_graph_task_id())
-        if engine._in_backward or begun is not None:
-            return gradient if begun in (None, engine) else gradient * (engine._ranks() / begun._ranks()), None
-        return gradient * engine._share(), None
-
-
-def _share(output: torch.Tensor, engine: "DeepSpeedEngine") -> Any:
-    return _Share.apply(output, engine)  # type: ignore[no-untyped-call]
 
 
 class DeepSpeedEngine(Settings):
@@ -105,6 +80,7 @@ class DeepSpeedEngine(Settings):
         self.inside_no_sync_ctxt = False
         self._boundary: bool | None = None
         self._in_backward = self._in_step = False
+        self._number = share.number(self)
         self._backwards = 0  # since the last step
         self._held = False  # the last of our backwards left its gradients to the next one, or to step()
         self._step_applied = False
@@ -126,9 +102,8 @@ class DeepSpeedEngine(Settings):
             inputs, kwargs = cast(inputs), cast(kwargs)
         with self._autocast():
             output = self.module(*inputs, **kwargs)
-        transforms = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's gradients are the caller's own
-        if torch.is_grad_enabled() and self._share() != 1.0 and not transforms:
-            output = _map(lambda tensor: _share(tensor, self) if tensor.requires_grad else tensor, output)
+        if torch.is_grad_enabled() and self._share() != 1.0:
+            output = _map(lambda tensor: share.shared(tensor, self) if tensor.requires_grad else tensor, output)
         return output
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -138,10 +113,10 @@ class DeepSpeedEngine(Settings):
 
     def _share(self) -> float:
         """What a loss counts."""
-        return float(self._ranks() / self.gradient_accumulation_steps())
+        return float(self._times() / self.gradient_accumulation_steps())
 
-    def _ranks(self) -> int:
-        """How often the mean over ranks counts."""
+    def _times(self) -> int:
+        """How often the mean over ranks counts: as often as there are ranks where it is their sum."""
         return self.world_size if self._config["gradient_allreduce_op"] == "sum" else 1
 
     def backward(self, loss: torch.Tensor | None, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor | None:
@@ -165,29 +140,12 @@ class DeepSpeedEngine(Settings):
                 if scaled is None:
                     self.engine.backward(None)
                 else:
-                    summed = scaled * self.world_size if self._config["gradient_allreduce_op"] == "sum" else scaled
-                    with self._begins(summed.reshape(())) as root:
+                    root = (scaled if self._times() == 1 else scaled * self._times()).reshape(())
+                    with share.begins(root, self):
                         self.engine.backward(root, retain_graph=retain_graph)
         finally:
             self._in_backward = False
         return scaled
-
-    @contextlib.contextmanager
-    def _begins(self, root: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A backward of ``root`` inside is this engine's, whatever others it reaches."""
-        tasks: list[int] = []
-
-        def begin(_: torch.Tensor) -> None:
-            tasks.append(torch._C._current_graph_task_id())
-            _begun[tasks[-1]] = self
-
-        handle = root.register_hook(begin)
-        try:
-            yield root
-        finally:
-            handle.remove()
-            for task in tasks:
-                _begun.pop(task, None)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, to call ``backward()`` on by yourself."""

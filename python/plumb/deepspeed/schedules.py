@@ -193,6 +193,9 @@ class LRRangeTest(Schedule):
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self._begin(self.min_lr)
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
+
     def get_lr(self) -> list[float]:
         intervals = (self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
@@ -272,8 +275,8 @@ class OneCycle(Schedule):
         height = self._height()
         return [(high - (high - low) * height, 0.99) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        super().step(last_batch_iteration)
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
         momentum = self.get_mom()
         if momentum is not None:
             self._set_momentum(momentum)

@@ -95,8 +95,10 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part, flat. Every rank calls it."""
     whole = safe_get_full_fp32_param(param)
+    if whole is None:
+        return None
     begin, end = _range(param)
-    return None if whole is None else _flat(param, whole)[begin:end].clone()
+    return _flat(param, whole)[begin:end].clone()
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
