@@ -1,7 +1,8 @@
-"""Optimizers of torch's that look at a whole parameter, or at all of them, over the rows that plumb.fully_shard shows."""
+"""Optimizers of torch's that look at a whole parameter, or at all of them, over the rows that plumb.fully_shard shows; steps that end by an exception."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import plumb
-from sharding import Cases, mlps, same, shard, train_both
+from sharding import Cases, mlps, plain_loss, reduce_gradients, same, shard, train_both
 
 case = Cases(2)
 
@@ -138,6 +139,40 @@ def lbfgs_looks_at_all_parameters() -> None:
             theirs.step(of_one)
         same(reference, model)
         assert (reference.inner.weight - before).abs().max() > 1e-3
+
+
+class LeavesInTheMiddle(torch.optim.SGD):
+    leaves = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if self.leaves and i == 2:
+                raise ValueError("on purpose")
+            p.add_(p.grad, alpha=-0.1)
+
+
+@case
+def a_step_that_its_optimizer_leaves_holds_up_nobody() -> None:
+    """The last case: what one rank alone left is an error of the next step."""
+    model = mlps()
+    reference = copy.deepcopy(model)
+    optimizers = [LeavesInTheMiddle(one.parameters(), lr=0.1) for one in (shard(model), reference)]
+    for step, leaves in enumerate(("nobody", "everybody", "nobody", "rank 1")):
+        for one, optimizer in zip((model, reference), optimizers, strict=True):
+            plain_loss(one, step).backward()
+            optimizer.leaves = leaves == "everybody" or (one is model and leaves == f"rank {dist.get_rank()}")
+            if one is reference:
+                reduce_gradients(one)
+            with pytest.raises(ValueError, match="on purpose") if optimizer.leaves else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()  # of the user's own, which tells of the exception, say
+        if leaves != "rank 1":
+            same(reference, model)
+    plain_loss(model, 4).backward()
+    with pytest.raises(plumb.Error, match="steps that the optimizer left by an exception is 2 on rank 1"):
+        optimizers[0].step()
 
 
 @pytest.mark.parametrize("name", case.all)

@@ -34,7 +34,7 @@ class Engine:
         self.units = root.all()
         self.number = next(_numbers)  # the same on every rank
         self.stack: list[Unit] = []  # of forwards under way
-        self.stepping = False
+        self.stepping, self.left = False, 0  # and how many steps an exception ended
         self.lost = ""  # a parameter that was changed where nobody else sees it
         self.parameters: list[Sharded] = []
         for unit in self.units:
@@ -140,6 +140,7 @@ class Engine:
 
         ``evaluates``: no backward follows, whose end would say that every rank has read what it needs.
         """
+        self.abandon()
         if self._exchanged:
             for unit in self.units:
                 unit.follow_places()
@@ -252,7 +253,7 @@ class Engine:
     # ---- steps
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.abandon()
+        self.finish_step()
         self.reset()
         self._check_nothing_lost()
         if self._newcomers is not None:
@@ -264,7 +265,7 @@ class Engine:
             one.write_back()
             one.merge()
             one.assign_again()
-        self.native.compare_settings(settings(optimizer))
+        self.native.compare_settings(settings(optimizer, self.left))
         self.native.begin_step()
         self.stepping = True
         if self.whole:
@@ -279,10 +280,14 @@ class Engine:
         self.stepping = False
         self.native.end_step()
 
-    def abandon(self) -> None:
-        """Ends a step that its optimizer left by an exception, with what was updated."""
+    def finish_step(self) -> None:
         if self.stepping:
             self.end_step()
+
+    def abandon(self) -> None:
+        """Ends a step that its optimizer left by an exception, with what was updated."""
+        self.left += self.stepping
+        self.finish_step()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -36,7 +36,7 @@ class _Whenever:
 
     def __call__(self) -> Any:
         for engine in engines_of(self.optimizer):
-            engine.abandon()
+            engine.finish_step()
         with torch.enable_grad():
             loss = self.closure()
         for engine in engines_of(self.optimizer):
@@ -91,6 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if not engines and (closure is None or not _steps_rows(optimizer)):
         return None
     refuse_sparse(optimizer)
+    _guard(type(optimizer))
     result = None
     if closure is not None:
         wrapped: Callable[[], Any]
@@ -112,7 +113,45 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     rows.end(optimizer)
     for engine in engines_of(optimizer):
+        engine.finish_step()
+
+
+@_outside
+def _abandon(optimizer: torch.optim.Optimizer) -> None:
+    rows.end(optimizer)
+    for engine in engines_of(optimizer):
         engine.abandon()
+
+
+def _guard(kind: type[torch.optim.Optimizer]) -> None:
+    """A step of this class that is left by an exception ends at once: nobody waits for it, and groups and state are the user's again."""
+    inner = kind.step
+    if getattr(inner, "_plumb_guard", False):
+        return
+
+    @functools.wraps(inner)
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(self, *args, **kwargs)
+        except BaseException:
+            _abandon(self)
+            raise
+
+    step._plumb_guard = True  # type: ignore[attr-defined]
+    kind.step = step  # type: ignore[method-assign]
+
+
+def _guard_who_gets_rows(kind: type[torch.optim.Optimizer]) -> None:
+    """Before its first step, and before schedulers take that."""
+    inner = kind.add_param_group
+
+    @functools.wraps(inner)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        inner(self, param_group)
+        if _steps_rows(self):
+            _guard(type(self))
+
+    kind.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _clear_first(kind: type[torch.optim.Optimizer]) -> None:
@@ -135,8 +174,9 @@ def watch_optimizers() -> None:
     global _installed
     if not _installed:
         _installed = True
-        for kind in optim._ELEMENTWISE:  # before schedulers take their steps
-            rows.guard(kind)
+        for kind in optim._ELEMENTWISE:  # also those that were built already
+            _guard(kind)
+        _guard_who_gets_rows(torch.optim.Optimizer)
         whole.watch()
         _clear_first(torch.optim.Optimizer)
         register_optimizer_step_pre_hook(_before_step)

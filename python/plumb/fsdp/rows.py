@@ -7,7 +7,6 @@ same memory; before and after they are DTensors, as torch's checkpoints expect.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -127,7 +126,6 @@ def begin(optimizer: torch.optim.Optimizer) -> None:
     """Where nobody else looks on: hooks of the user's own around the step see DTensors."""
     watched = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if optim.is_elementwise(optimizer) and not watched:
-        guard(type(optimizer))
         _rows.setdefault(optimizer, Rows()).begin(optimizer)
 
 
@@ -143,21 +141,3 @@ def clear(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
         one: Sharded | None = getattr(parameter, "_sharded", None)
         if one is not None and (set_to_none or one.keeps):
             one.set_gradient(None)
-
-
-def guard(kind: type[torch.optim.Optimizer]) -> None:
-    """A step of this class that is left by an exception gives the optimizer's groups and state back, too."""
-    inner = kind.step
-    if getattr(inner, "_plumb_guard", False):
-        return
-
-    @functools.wraps(inner)
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(self, *args, **kwargs)
-        except BaseException:
-            end(self)
-            raise
-
-    step._plumb_guard = True  # type: ignore[attr-defined]
-    kind.step = step  # type: ignore[method-assign]
