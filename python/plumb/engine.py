@@ -97,9 +97,9 @@ class Engine(Saving):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         module = model if isinstance(model, nn.Module) else None
         follows = module is not None and buffers is None
-        units = _units.kept(units)
         axes: Mesh | tuple[int, int] | None
         try:
+            units = _units.kept(units)
             if module is not None and any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
                 world = self._fill(module, strategy, units, mesh, world)
             named = _given.named(model.named_parameters() if isinstance(model, nn.Module) else model, "parameters")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -152,11 +152,23 @@ def other_units_on_rank_1() -> list[str]:
         with pytest.raises(plumb.Error) as refusal:
             plumb.Engine(model, plumb.SGD(), strategy="zero3", units=units if plumb.world().rank == 1 else ["0"])
         said.append(str(refusal.value))
-    return said
+    return [*said, ends_in_units_on_rank_1()]
+
+
+def ends_in_units_on_rank_1() -> str:
+    def made_as_they_are_asked_for() -> Iterator[str]:
+        yield "0"
+        if plumb.world().rank == 1:
+            raise ValueError("on purpose")
+
+    with pytest.raises((plumb.Error, ValueError)) as refusal:
+        plumb.Engine(nn.Sequential(nn.Linear(2, 2)), plumb.SGD(), strategy="zero3", units=made_as_they_are_asked_for())
+    return str(refusal.value)
 
 
 def test_units_that_differ_are_an_error_on_every_rank() -> None:
-    for said in plumb.spawn(other_units_on_rank_1, 2, method="thread"):
+    for rank, (*said, last) in enumerate(plumb.spawn(other_units_on_rank_1, 2, method="thread")):
+        assert "on purpose" in last and ("rank 1 could not set up its engine" in last or rank == 1), last
         assert "parameter 2 is '1.weight'" in said[0] and "of unit 1 on rank 1" in said[0], said[0]
         for one in said[1:]:
             assert "parameter 0 is '0.weight'" in one and "trained on rank 1, where" in one and "of unit 0 on rank 0" in one, one
