@@ -20,6 +20,7 @@ from .flat import Flat
 from .hooks import LastHook, Watch, check_outside as check_outside, closure_of, inside_a_step, swap
 from .replicated import Whole as Whole
 from .compared import refuse_sparse, settings
+from . import state as _state
 from .trial import looks_at_others
 
 O = TypeVar("O", bound=type[torch.optim.Optimizer])
@@ -177,6 +178,7 @@ class Pieces:
             optimizer.register_load_state_dict_pre_hook(self._check_load),
             optimizer.register_load_state_dict_post_hook(self._cut_loaded),
         ]
+        _state.watch(optimizer, self)
 
     # ---- a step
 
@@ -259,7 +261,7 @@ class Pieces:
             if loaded:
                 self.optimizer.state[leaf] = loaded
             return leaf
-        state = self.optimizer.state.pop(piece.parameter, None)  # of before this engine, or loaded
+        state = dict.pop(self.optimizer.state, piece.parameter, None)  # of before this engine, or loaded
         if state is not None:
             self._put(leaf, state, piece.parameter, piece.begin)
         return leaf
@@ -305,6 +307,7 @@ class Pieces:
         if self.flat is not None:
             self.optimizer.state, self.shown = self.shown, None
             self.flat.end()
+        _state.watch(self.optimizer, self)
         for leaf in () if self.flat is not None else self.leaf_of.values():
             leaf.grad = None
         self.native.end_step()
@@ -325,7 +328,7 @@ class Pieces:
     def _show(self, *_: object) -> None:
         """For ``state_dict()``: by leaves, and by the parameters themselves where a piece was loaded and is still to be stepped."""
         for parameter, state in self._still_loaded():
-            self.optimizer.state[parameter] = state
+            dict.__setitem__(self.optimizer.state, parameter, state)
         self._swap_in()
 
     def _still_loaded(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -334,8 +337,8 @@ class Pieces:
 
     def _mark(self, _: object, state: dict[str, Any]) -> None:
         self._swap_out()
-        for parameter, _state in self._still_loaded():
-            self.optimizer.state.pop(parameter, None)
+        for parameter, _loaded in self._still_loaded():
+            dict.pop(self.optimizer.state, parameter, None)
         if self.leaf_of or self.loaded:
             state[MARK] = dict(self.place)
 
@@ -355,16 +358,19 @@ class Pieces:
     def _cut_loaded(self, _: object) -> None:
         self._swap_out()
         self.loaded.clear()
-        if self.loads_pieces:
-            return
+        if not self.loads_pieces:
+            self._cut_whole()
+        _state.watch(self.optimizer, self)
+
+    def _cut_whole(self) -> None:
         for group in self.optimizer.param_groups:  # of whole parameters: each rank keeps its pieces
             for parameter in group["params"]:
                 leaf = self.leaf_of.get(id(parameter))
-                state = self.optimizer.state.pop(parameter, None)
+                state = dict.pop(self.optimizer.state, parameter, None)
                 if leaf is not None and state is not None:
                     self._put(leaf, state, parameter, self.begin_of[id(parameter)])
                 elif state is not None:
-                    self.optimizer.state[parameter] = state
+                    dict.__setitem__(self.optimizer.state, parameter, state)
 
     # ---- checkpoints
 
@@ -409,8 +415,8 @@ class Pieces:
 
     def set_state(self, parameter: torch.Tensor, state: dict[str, Any], begin: int | None) -> None:
         if begin is None:  # nobody steps it, and its state is whole on every rank
-            self.optimizer.state.pop(parameter, None)
-            self.optimizer.state[parameter] = state
+            self._drop(parameter)
+            dict.__setitem__(self.optimizer.state, parameter, state)
             return
         if self.whole:
             per_element = [v for v in state.values() if torch.is_tensor(v) and v.dim() == 1 and v.numel() != 1]
@@ -423,16 +429,41 @@ class Pieces:
                 for key, value in state.items()
             }
         leaf = self.leaf_of.get(id(parameter))
-        self.optimizer.state.pop(parameter, None)
-        self.loaded.pop(id(parameter), None)
+        self._drop(parameter)
         if leaf is not None:
-            self.optimizer.state.pop(leaf, None)
             if state:
                 self.optimizer.state[leaf] = state
         else:
             self.loaded[id(parameter)] = (state, begin)
 
+    def _drop(self, parameter: Any) -> dict[str, Any]:
+        of_whole = dict.pop(self.optimizer.state, parameter, {})
+        leaf = self.leaf_of.get(id(parameter))
+        of_leaf: dict[str, Any] = {} if leaf is None else dict.pop(self.optimizer.state, leaf, {})
+        return self.loaded.pop(id(parameter), ({}, 0))[0] or of_leaf or of_whole
+
+    # ---- what a user does to it by parameter (see `State`)
+
+    def keeps(self, parameter: Any) -> bool:
+        leaf = self.leaf_of.get(id(parameter))
+        if leaf is None:
+            return bool(self.loaded.get(id(parameter), ({}, 0))[0])
+        # Another rank's has some if ours have.
+        is_others = self.whole and leaf.numel() != parameter.numel()
+        return any(dict.get(self.optimizer.state, one) for one in (self.leaf_of.values() if is_others else [leaf]))
+
+    def forget(self, parameter: Any) -> dict[str, Any] | None:
+        return self._drop(parameter) if id(parameter) in self.leaf_of or id(parameter) in self.loaded else None
+
+    def put(self, parameter: Any, state: dict[str, Any]) -> None:
+        leaf = self.leaf_of.get(id(parameter))
+        if leaf is None:
+            dict.__setitem__(self.optimizer.state, parameter, state)
+        else:
+            self._put(leaf, state, parameter, self.begin_of[id(parameter)])
+
     def close(self) -> None:
+        _state.leave(self.optimizer)
         for handle in self.handles:
             handle.remove()
         if self.leaf_of:
