@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "grad/reducer.h"
+#include "layout/digest.h"
 
 namespace plumb {
 
@@ -34,11 +35,32 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
     bits->resize(sinks().size());  // newcomers: nothing yet
   const auto units = gathering.lock();
   if (units) mine.gathers = units->settle();
+  if (known_.sinks < sinks().size()) agree_on_newcomers(mine);
   Agreement all = agree(team_.control(), team_.rank(), members_.names(), mine, here(kind));
   weights_.hear(team_.control(), all, here(kind, "the weights of backwards"));
   if (units && all.any.gathers != all.every.gathers) units->explain(here(kind, "the gathers that differ"));
   check_settings(team_.control(), team_.rank(), compared, all, here(kind, "the settings that differ"));
   return all;
+}
+
+// Of parameters that were taken in before the ranks could agree on them: alike, and to the same places. Ranks that have none say
+// as many words.
+void Reducer::agree_on_newcomers(const Facts& mine) {
+  Facts known = mine;
+  for (auto* bits : {&known.late, &known.idle}) bits->resize(known_.buckets);
+  for (auto* bits : {&known.used, &known.changed, &known.cleared, &known.touched, &known.intact})
+    bits->resize(known_.sinks);
+  Digest digest;
+  for (const Sink& sink : sinks()) {
+    if (static_cast<size_t>(sink.index) < known_.sinks) continue;
+    digest.add(sink.name);
+    digest.add(static_cast<uint64_t>(sink.slot.bucket));
+    digest.add(static_cast<uint64_t>(sink.slot.offset));
+  }
+  digest.add(static_cast<uint64_t>(mine.newcomers));
+  known.newcomers = digest.value();
+  agree(team_.control(), team_.rank(), members_.names(), known, here(mine.kind, "what has begun to train"));
+  known_ = {sinks().size(), buckets_.size()};
 }
 
 Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
@@ -84,6 +106,7 @@ Where Reducer::ask_about_pieces(const std::string& what) {
 void Reducer::admit_newcomers(Agreement& all, std::vector<bool>& late, bool failed) {
   if (all.any.newcomers == 0) return;
   admit(members_.newcomers());
+  known_ = {sinks().size(), buckets_.size()};
   late.resize(buckets_.size(), true);
   all = exchange_facts(all.any.kind, late, failed);  // now with the newcomers' gradients
 }

@@ -55,13 +55,13 @@ void check_in_step(int rank, const std::vector<std::string>& names, const std::v
                             ". Every rank must run the same number of backwards before step(), and the same ones under "
                             "no_sync; a rank with nothing to contribute calls engine.backward() all the same");
     }
-    if (facts.rules != first.rules) {
-      throw Error(rank, "the grad_dtype of some parameter differs between rank 0 and " + other_rank +
-                            "; set it alike on every rank");
-    }
     if (facts.newcomers != first.newcomers) {
       throw Error(rank, "parameters were frozen or unfrozen differently on rank 0 and " + other_rank +
                             "; change requires_grad alike on every rank");
+    }
+    if (facts.rules != first.rules) {
+      throw Error(rank, "the grad_dtype of some parameter differs between rank 0 and " + other_rank +
+                            "; set it alike on every rank");
     }
   }
 }

@@ -35,6 +35,7 @@ void Reducer::start() {
   // Gradients come roughly in the reverse order of the model.
   std::reverse(trainable.begin(), trainable.end());
   admit(trainable);
+  known_ = {sinks().size(), buckets_.size()};
   remember_parameters();
 }
 
@@ -236,6 +237,10 @@ OpenPass& Reducer::open_pass() {
   prepare_capture();
   OpenPass pass;
   pass.sync = sync_of_next();
+  // A share is summed as one from the first on: what begins to train is taken in before the ranks can agree on it.
+  if (options_.deterministic) {
+    if (const std::vector<int> fresh = members_.newcomers(); !fresh.empty()) admit(fresh);
+  }
   buckets_.take_back(members_.sinks());
   changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
   buckets_.untangle(members_.sinks());
@@ -424,6 +429,7 @@ void Reducer::rebuild(const OpenPass& pass) {
   }
   buckets_.rebuild(members_.sinks(), order, here(Where::Kind::rebuild, "the gradients in their new order"));
   laid_out();
+  known_ = {sinks().size(), buckets_.size()};
   gradients_agreed();
 }
 

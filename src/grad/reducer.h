@@ -199,6 +199,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   bool may_be_asked_while_it_waits();
   Agreement exchange_facts(Where::Kind kind, std::vector<bool> late, bool failed);
   void admit(const std::vector<int>& candidates);
+  void agree_on_newcomers(const Facts& mine);
   void laid_out();
   void admit_newcomers(Agreement& all, std::vector<bool>& late, bool failed);
   void adopt(const Agreement& all);
@@ -235,6 +236,10 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   bool held_ = false;      // contributions wait for a reduction
   bool rebuilt_ = false;   // the buckets lie in ready order
   LaneSet callers_;        // the lanes that backwards of this step were called from
+  // How many of its sinks and buckets the ranks have agreed on: all of them, but in the midst of a deterministic step.
+  struct Known {
+    size_t sinks = 0, buckets = 0;
+  } known_;
 };
 
 }  // namespace plumb

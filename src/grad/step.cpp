@@ -199,6 +199,7 @@ void Reducer::arrange(const std::vector<std::string>& order) {
   rebuilt_ = true;
   buckets_.rebuild(members_.sinks(), indices, here(Where::Kind::rebuild, "the gradients in their saved order"));
   laid_out();
+  known_ = {sinks().size(), buckets_.size()};
   gradients_agreed();
 }
 

@@ -1,4 +1,5 @@
-// What becomes of a step's shares in deterministic mode: when a backward fails, a step comes too early, or a leaf's rule changes.
+// What becomes of a step's shares in deterministic mode: when a backward fails, a step comes too early or is refused, a leaf's rule
+// changes, or a parameter begins to train.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -182,6 +183,61 @@ TEST_P(SharesIn, OfALeafWhoseRuleHasNarrowedAreOneSum) {
 
 INSTANTIATE_TEST_SUITE_P(Strategies, SharesIn, testing::Values("ddp", "zero1", "zero2"),
                          [](const auto& info) { return info.param; });
+
+// Frozen when the engine was built, it is summed share by share from the first on.
+TEST(Shares, OfAParameterThatBeginsToTrainAreTheSameBitsOnEveryWorld) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const int thaws : {0, 2}) {  // after so many of a rank's shares
+      at::Tensor first;
+      for (const int ranks : {1, 2, 4}) {
+        if (thaws > 0 && ranks > 1) continue;
+        run_local(ranks, [&](World world) {
+          at::Tensor a = at::zeros({100}).requires_grad_(), b = at::zeros({100});
+          Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                        {.strategy = strategy, .deterministic = true, .virtual_ranks = 16});
+          at::Tensor sum = at::zeros({100});
+          for (int step = 0; step < 2; ++step) {
+            for (int i = 0; i < 16 / ranks; ++i) {
+              if (step == 1 && i == thaws) b.set_requires_grad(true);
+              auto generator = at::detail::createCPUGenerator(100 * step + world.rank() * 16 / ranks + i);
+              const at::Tensor of_a = at::randn({100}, generator), of_b = at::randn({100}, generator);
+              if (b.requires_grad()) sum = sum + of_b;
+              engine.backward(((a * of_a).sum() + (b * of_b).sum()) * engine.share_weight());
+            }
+            engine.step();
+            engine.zero_grad();
+          }
+          const at::Tensor found = engine.full_parameter(b);
+          if (ranks == 1) {
+            EXPECT_TRUE(at::allclose(found, -sum / 16, 1e-4, 1e-5));
+          }
+          if (world.rank() == 0 && !first.defined()) first = found;
+          EXPECT_TRUE(found.equal(first)) << strategy << " on " << ranks;
+        });
+      }
+    }
+  }
+}
+
+TEST(Shares, OfRanksThatBeginToTrainDifferentlyAreAnError) {
+  for (const bool later : {false, true}) {  // or never
+    EXPECT_THAT(
+        [&] {
+          run_local(2, [&](World world) {
+            at::Tensor a = at::zeros({8}).requires_grad_(), b = at::zeros({8}), c = at::zeros({8});
+            Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1},
+                          {.deterministic = true, .virtual_ranks = 4});
+            for (int i = 0; i < 2; ++i) {
+              if (world.rank() == 0 || (later && i == 1)) b.set_requires_grad(true);
+              if (later && (world.rank() == 1 || i == 1)) c.set_requires_grad(true);
+              engine.backward(a.sum() + b.sum() + c.sum());
+            }
+            engine.step();
+          });
+        },
+        ThrowsMessage<Error>(HasSubstr("were frozen or unfrozen differently on rank 0 and rank 1")));
+  }
+}
 
 }  // namespace
 }  // namespace plumb
