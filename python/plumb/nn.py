@@ -7,7 +7,6 @@ that is there is set to True when the gradient went into it. Without any of thes
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, Union
 
@@ -113,9 +112,7 @@ class Linear(_Fused):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise Error(f"the input has shape {list(x.shape)}; expected [..., {self.in_features}]")
         (weight,) = self._follow(["weight"])
-        x = _as(x, weight)
-        with _without_autocast(x):
-            return _C.linear(x, weight, self.bias, self._store)
+        return _C.linear(x, weight, self.bias, self._store)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -182,9 +179,7 @@ class GroupedLinear(_Experts):
         """``m_splits``: rows of each expert, first expert first; with ``ends``, their running sums."""
         weights = self._follow(self._names("weight"))
         biases, counts = self._biases("bias", self.use_bias), self._counts(m_splits)
-        x = _as(x, weights[0])
-        with _without_autocast(x):
-            return _C.grouped_linear(x, weights, biases, counts, ends, self.num_experts, self._store)
+        return _C.grouped_linear(x, weights, biases, counts, ends, self.num_experts, self._store)
 
 
 class GroupedMLP(_Experts):
@@ -231,12 +226,10 @@ class GroupedMLP(_Experts):
         """``probabilities`` [rows]: a factor of each row's result, applied to what leaves the activation."""
         up, down = self._follow(self._names("up")), self._follow(self._names("down"))
         biases = [self._biases(name, self.use_bias) for name in ("up_bias", "down_bias")]
-        x, probabilities = _as(x, up[0]), None if probabilities is None else _as(probabilities, up[0])
-        with _without_autocast(x):
-            return _C.grouped_mlp(
-                x, up, biases[0], down, biases[1], probabilities, self.activation, self._counts(tokens), ends,
-                self.num_experts, self._store,
-            )  # fmt: skip
+        return _C.grouped_mlp(
+            x, up, biases[0], down, biases[1], probabilities, self.activation, self._counts(tokens), ends,
+            self.num_experts, self._store,
+        )  # fmt: skip
 
 
 class Router(nn.Module):
@@ -263,9 +256,7 @@ class Router(nn.Module):
     @_outside
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For x [tokens, width]: weights [tokens, top_k], the pairs sorted by expert, and how many each expert has."""
-        x = _as(x, self.weight)
-        with _without_autocast(x):
-            return _C.route(x, self.weight, self.top_k)
+        return _C.route(x, self.weight, self.top_k)
 
 
 class MoE(nn.Module):
@@ -307,7 +298,8 @@ class MoE(nn.Module):
 
     @_outside
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _as(x, self.router.weight)
+        if torch.is_autocast_enabled(x.device.type):  # once, as each part of it would
+            x = x.to(self.router.weight.dtype)
         tokens = x.reshape(-1, x.shape[-1])
         weights, order, sizes = self.router(tokens)
         inside = self.weigh == "activations"
@@ -323,15 +315,3 @@ def _positive(what: str, *sizes: int) -> None:
     for size in sizes:
         if size < 1:
             raise Error(f"{what} with a size of {size}; expected 1 or more of everything")
-
-
-# Weights keep their dtype, so that their gradients find their owner: under torch.autocast these modules compute in it.
-
-
-def _as(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
-
-
-def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()

@@ -137,7 +137,9 @@ RouterImpl::RouterImpl(int64_t width, int64_t experts, int64_t top_k) : top_k_(t
 
 Routing RouterImpl::forward(const at::Tensor& x) { return route(x, weight, top_k_); }
 
-Routing route(const at::Tensor& x, const at::Tensor& weight, int64_t top_k) {
+Routing route(const at::Tensor& input, const at::Tensor& weight, int64_t top_k) {
+  const WithoutAutocast without(weight);
+  const at::Tensor x = without.taken(input);
   const at::Tensor chances = at::softmax(at::linear(x.to(at::kFloat), weight.to(at::kFloat)), -1);
   auto [best, experts] = chances.topk(top_k, -1);
   Routing routing;
@@ -173,7 +175,8 @@ MoEImpl::MoEImpl(const MoEOptions& options) : weigh_(options.weigh) {
                                                               .delay_wgrad_compute = options.delay_wgrad_compute}));
 }
 
-at::Tensor MoEImpl::forward(const at::Tensor& x) {
+at::Tensor MoEImpl::forward(const at::Tensor& input) {
+  const at::Tensor x = WithoutAutocast(router->weight).taken(input);  // once, as each part of it would
   const at::Tensor tokens = x.reshape({-1, x.size(-1)});
   const Routing routing = router->forward(tokens);
   const at::Tensor inside = weigh_ == Weigh::activations ? permuted_weights(routing) : at::Tensor();

@@ -1,6 +1,7 @@
 #include "nn/ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -274,11 +275,17 @@ struct GroupedMLPNode : torch::autograd::Function<GroupedMLPNode> {
 
 }  // namespace
 
+WithoutAutocast::WithoutAutocast(const at::Tensor& weight)
+    : on_(at::autocast::is_autocast_available(weight.device().type()) &&
+          at::autocast::is_autocast_enabled(weight.device().type())),
+      dtype_(weight.scalar_type()), off_(c10::autocast_dispatch_keyset) {}
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   std::shared_ptr<WgradStore> store) {
+  const WithoutAutocast without(weight);
   auto kept = c10::make_intrusive<Kept>();
   kept->store = std::move(store);
-  return LinearNode::apply(x, weight, bias, kept);
+  return LinearNode::apply(without.taken(x), weight, bias, kept);
 }
 
 namespace {
@@ -319,8 +326,9 @@ void check_probabilities(const at::Tensor& probabilities, const at::Tensor& x) {
 
 at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, const Tokens& tokens, int64_t experts,
                           std::shared_ptr<WgradStore> store) {
+  const WithoutAutocast without(layer.weights[0]);
   auto groups = groups_for(x, layer.weights[0], tokens, experts);
-  std::vector<at::Tensor> inputs = {x};
+  std::vector<at::Tensor> inputs = {without.taken(x)};
   append(inputs, layer.weights);
   append(inputs, layer.biases);
   return GroupedLinearNode::apply(at::TensorList(inputs), kept_for(layer, std::move(groups), std::move(store)));
@@ -329,17 +337,18 @@ at::Tensor grouped_linear(const at::Tensor& x, const Layer& layer, const Tokens&
 at::Tensor grouped_mlp(const at::Tensor& x, const Layer& up, const Layer& down, const at::Tensor& probabilities,
                        Activation activation, const Tokens& tokens, int64_t experts,
                        std::shared_ptr<WgradStore> store) {
+  const WithoutAutocast without(up.weights[0]);
   auto groups = groups_for(x, up.weights[0], tokens, experts);
   if (probabilities.defined()) check_probabilities(probabilities, x);
   auto kept = kept_for(up, std::move(groups), std::move(store));
   kept->activation = activation;
   kept->layers = 2;
-  std::vector<at::Tensor> inputs = {x};
+  std::vector<at::Tensor> inputs = {without.taken(x)};
   append(inputs, up.weights);
   append(inputs, down.weights);
   append(inputs, up.biases);
   append(inputs, down.biases);
-  if (probabilities.defined()) inputs.push_back(probabilities);
+  if (probabilities.defined()) inputs.push_back(without.taken(probabilities));
   return GroupedMLPNode::apply(at::TensorList(inputs), kept);
 }
 

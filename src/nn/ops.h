@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 #include <optional>
@@ -11,6 +12,19 @@
 #include "plumb/nn.h"
 
 namespace plumb::nn {
+
+// Weights keep their dtype, so that their gradients find their owner: while it lives, autocast casts nothing on this thread, and what
+// comes out of other operations under it is taken in the weight's dtype.
+class WithoutAutocast {
+ public:
+  explicit WithoutAutocast(const at::Tensor& weight);
+  at::Tensor taken(const at::Tensor& value) const { return on_ ? value.to(dtype_) : value; }
+
+ private:
+  bool on_;  // for the weight's device
+  at::ScalarType dtype_;
+  c10::impl::ExcludeDispatchKeyGuard off_;
+};
 
 // `store`: where weight gradients wait, or null to compute them in the backward.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
