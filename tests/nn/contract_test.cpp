@@ -1,4 +1,5 @@
 // What an owner of a buffer may rely on: what autograd keeps, when the flag is set, which buffers are taken, what is frozen.
+#include <torch/csrc/autograd/engine.h>
 #include "libtorch.h"
 
 #include <random>
@@ -219,6 +220,7 @@ TEST(Frozen, SinceTheForwardAWeightGetsNothing) {
       }
       const auto wanted = subject.reference(subject.x, subject.dy);
       const at::Tensor y = subject.forward(subject.x);
+      const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(subject.weights[0]);
       subject.weights[0].set_requires_grad(false);
       y.backward(subject.dy, /*retain_graph=*/true);
       if (delayed) subject.backward_dw();
@@ -230,6 +232,13 @@ TEST(Frozen, SinceTheForwardAWeightGetsNothing) {
       // Asked for by name, it is computed all the same, as for a plain module.
       const auto asked = torch::autograd::grad({y}, {subject.x}, {subject.dy}, /*retain_graph=*/true);
       EXPECT_TRUE(asked[0].defined());
+      EXPECT_EQ(sinks[0]->delivered, 0);
+      // So is the weight's own, by an edge that was taken before.
+      const auto own = torch::autograd::Engine::get_default_engine().execute(
+          {torch::autograd::impl::gradient_edge(y)}, {subject.dy}, /*keep_graph=*/true, /*create_graph=*/false,
+          /*accumulate_grad=*/false, {edge});
+      ASSERT_TRUE(own[0].defined());
+      expect_close(own[0], wanted[0], 5e-6);
       EXPECT_EQ(sinks[0]->delivered, 0);
     }
   }

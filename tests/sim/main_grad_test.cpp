@@ -3,6 +3,7 @@
 
 #include "grad/node.h"
 #include "nn/groups.h"
+#include "nn/product.h"
 #include "nn/wgrad.h"
 #include "plumb/nn.h"
 #include "plumb/plumb.h"
@@ -177,6 +178,20 @@ TEST(DelayedGradients, KeepWhatTheyReadForTheStreamThatReadsIt) {
       session.finish();
       EXPECT_TRUE(session.races().empty()) << session.report();
     }
+  }
+}
+
+// In one block, as the grouped product of a device takes them, whichever way they came there.
+TEST(SeparateExperts, LieSideBySideOnTheDeviceTheyWereMovedTo) {
+  for (const bool cast : {false, true}) {
+    Session session(1);
+    nn::GroupedLinear layer(
+        nn::GroupedLinearOptions{.experts = 3, .in = 8, .out = 4, .weights = nn::Experts::separate});
+    const at::Tensor before = at::stack(layer->weights);
+    cast ? layer->to(device(0), at::kDouble) : layer->to(device(0));
+    const at::Tensor block = nn::one_over(layer->weights);
+    ASSERT_TRUE(block.defined()) << cast;
+    EXPECT_TRUE(block.device() == device(0) && block.cpu().equal(before.to(block.scalar_type())));
   }
 }
 
