@@ -2,7 +2,6 @@
 
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <set>
 
 #include "plumb/error.h"
@@ -30,7 +29,7 @@ class Reader {
   bool more() const { return at_ < text_.size(); }
   char peek() const { return more() ? text_[at_] : '\0'; }
   void blank() {
-    while (more() && std::strchr(" \t\r\n", text_[at_]) != nullptr) ++at_;
+    while (more() && std::string_view(" \t\r\n").find(text_[at_]) != std::string_view::npos) ++at_;
   }
   void expect(char c) {
     if (!more() || text_[at_] != c) fail(std::string("expected '") + c + "'");

@@ -242,7 +242,8 @@ TEST(JsonProperty, NoPartOfATextAndNothingAfterItIsOne) {
     for (size_t length = 0; length < text.size(); ++length) {
       EXPECT_THAT(refused([&] { Json::parse(text.substr(0, length), "it"); }), HasSubstr("no valid JSON")) << text;
     }
-    for (const char* more : {"]", "}", ",", "0", "\"\"", "x"}) {
+    for (const std::string& more : {std::string("]"), std::string("}"), std::string(","), std::string("0"),
+                                    std::string("\"\""), std::string("x"), std::string(1, '\0')}) {
       EXPECT_EQ(refused([&] { Json::parse(text + more, "it"); }),
                 "it is no valid JSON: text after its end at byte " + std::to_string(text.size()));
     }
@@ -255,6 +256,7 @@ TEST(JsonProperty, SaysWhereItIsWrong) {
       {"{\"a\" 1}", "expected ':' at byte 5"},
       {"{\"a\":1 \"b\":2}", "expected ',' at byte 7"},
       {"[1 2]", "expected ',' at byte 3"},
+      {std::string("[1\0]", 4), "expected ',' at byte 2"},
       {"{1:2}", "expected '\"' at byte 1"},
       {"\"\\ud83dx\"", "half of a surrogate pair"},
       {"\"\\ud83d\\u0041\"", "half of a surrogate pair"},
