@@ -195,7 +195,7 @@ void FolderLock::hold() {
 
 void FolderLock::take() {
   const std::string path = folder_ + "/.lock";
-  if (fd_ >= 0) close(std::exchange(fd_, -1));
+  let_go();
   fd_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (fd_ < 0) fail("open", path, errno);
   while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
@@ -216,8 +216,13 @@ bool FolderLock::is_there() const {
          mine.st_dev == there.st_dev && mine.st_ino == there.st_ino;
 }
 
-FolderLock::~FolderLock() {
-  if (fd_ >= 0) close(fd_);
+// A process that was forked has the lock as long as it lives, unless its maker gives it back.
+void FolderLock::let_go() {
+  if (fd_ < 0) return;
+  if (!process_.left()) flock(fd_, LOCK_UN);
+  close(std::exchange(fd_, -1));
 }
+
+FolderLock::~FolderLock() { let_go(); }
 
 }  // namespace plumb::save

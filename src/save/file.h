@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "save/xxh3.h"
+#include "watch/process.h"
 
 namespace plumb::save {
 
@@ -81,8 +82,10 @@ class FolderLock {
  private:
   bool is_there() const;
   void take();
+  void let_go();
 
   std::string folder_;
+  const OwnProcess process_;
   int fd_ = -1;
 };
 

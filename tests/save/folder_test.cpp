@@ -3,9 +3,13 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <random>
 
 #include "save/support/folder.h"
@@ -178,6 +182,32 @@ TEST(Folder, ThatVanishedBelongsToWhoeverWritesToItNext) {
     commit(other, 2);
   }
   EXPECT_EQ(commit(writer, 3), root + "/save-00000002-step-3");
+}
+
+// A process that was forked (a worker of a data loader) has the lock's file open: the lock is its parent's all the same.
+TEST(Folder, IsItsWritersWhateverAForkedProcessDoes) {
+  Scratch scratch;
+  const std::string root = scratch.path("root");
+  auto writer = std::make_unique<Writer>(root);
+  const pid_t leaving = ::fork();
+  if (leaving == 0) {
+    ::alarm(60);
+    writer.reset();
+    ::_exit(7);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(leaving, &status, 0), leaving);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  EXPECT_THAT(refused([&] { const Writer other(root); }), HasSubstr("another run writes checkpoints into '" + root));
+  const pid_t staying = ::fork();
+  if (staying == 0) {
+    ::alarm(60);
+    for (;;) ::pause();
+  }
+  writer.reset();
+  EXPECT_EQ(refused([&] { const Writer other(root); }), "");
+  ::kill(staying, SIGKILL);
+  ::waitpid(staying, nullptr, 0);
 }
 
 }  // namespace
