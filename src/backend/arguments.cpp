@@ -22,6 +22,12 @@ void Checker::contiguous_on_cpu(const at::Tensor& tensor) const {
                         (tensor.is_contiguous() ? "" : " and not contiguous"));
 }
 
+void Checker::one_dtype(const at::Tensor& input, const at::Tensor& output) const {
+  if (input.scalar_type() == output.scalar_type()) return;
+  throw Error(rank, std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
+                        c10::toString(output.scalar_type()) + "; both must have one dtype");
+}
+
 std::vector<int64_t> Checker::in_elements(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
   if (tensor.dim() == 0) throw Error(rank, "all_to_all takes tensors with at least one dimension");
   const int64_t rows = tensor.size(0);

@@ -22,6 +22,8 @@ struct Checker {
   // `full` holds as many of `shard` as there are ranks.
   void divide(const at::Tensor& full, const at::Tensor& shard) const;
   void contiguous_on_cpu(const at::Tensor& tensor) const;
+  // What an all-to-all brings is of the dtype that it takes.
+  void one_dtype(const at::Tensor& input, const at::Tensor& output) const;
   // The splits of an all-to-all, in rows, as numbers of elements; none: equal ones.
   std::vector<int64_t> in_elements(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
   // Of numbers of `dtype`.

@@ -59,6 +59,7 @@ class LocalBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override {
+    check_.one_dtype(input, output);
     return start({.op = OpType::ALLTOALL_BASE,
                   .inputs = {input},
                   .outputs = {output},

@@ -68,10 +68,7 @@ class ShmBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) override {
-    if (output.scalar_type() != input.scalar_type()) {
-      throw Error(ring_->me(), std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
-                                   c10::toString(output.scalar_type()) + "; both must have one dtype");
-    }
+    check_.one_dtype(input, output);
     return start({.verb = Verb::all_to_all,
                   .input = input,
                   .output = output,

@@ -87,10 +87,7 @@ c10::intrusive_ptr<Work> TcpBackend::alltoall_base(at::Tensor& output, at::Tenso
                                                    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions&) {
   check_.contiguous_on_cpu(input);
   check_.contiguous_on_cpu(output);
-  if (output.scalar_type() != input.scalar_type()) {
-    throw Error(calls_->me(), std::string("all_to_all from ") + c10::toString(input.scalar_type()) + " to " +
-                                  c10::toString(output.scalar_type()) + "; both must have one dtype");
-  }
+  check_.one_dtype(input, output);
   const auto places = [](const at::Tensor& tensor, const std::vector<int64_t>& elements) {
     std::vector<Sockets::Span> all;
     char* place = static_cast<char*>(tensor.data_ptr());

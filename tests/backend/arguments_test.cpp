@@ -73,6 +73,12 @@ TEST(Arguments, SplitsAreRowsAndBecomeElements) {
   }
 }
 
+TEST(Arguments, WhatIsExchangedIsOfOneDtype) {
+  EXPECT_EQ(refused([] { check.one_dtype(at::ones({3}, at::kLong), at::ones({6}, at::kLong)); }), "");
+  EXPECT_EQ(refused([] { check.one_dtype(at::ones({3}, at::kDouble), at::ones({3})); }),
+            said("all_to_all from Double to Float; both must have one dtype"));
+}
+
 TEST(Arguments, ReductionsAreThoseThatHaveAMeaning) {
   using Op = c10d::ReduceOp;
   EXPECT_EQ(check.reduction(Op(Op::SUM), at::kFloat), Reduction::sum);

@@ -220,6 +220,30 @@ TEST(Hierarchy, CollectivesThatDifferInsideAMachineNameTheirRanks) {
   }
 }
 
+TEST(Hierarchy, WhatCannotBeCarriedIsRefusedBeforeAnybodyWaits) {
+  expect_all_well(on_machines({2, 1}, [](int, const Backend& backend, Wire&) {
+    at::Tensor four = at::ones({4}), one = at::ones({1}), wide = at::ones({3}, at::kDouble),
+               gaps = at::ones({3, 2}).t();
+    at::Tensor three = at::ones({3}), two = at::ones({2});
+    EXPECT_THROW(backend->gather(four, one, 7), Error);
+    EXPECT_THROW(backend->gather(wide, one, 7), Error);
+    EXPECT_THROW(backend->gather(gaps, two, 7), Error);
+    EXPECT_THROW(backend->_allgather_base(four, one), Error);
+    EXPECT_THROW(backend->_reduce_scatter_base(one, four), Error);
+    EXPECT_THROW(backend->_reduce_scatter_base(one, wide), Error);
+    EXPECT_THROW(all_reduce(*backend, gaps), Error);
+    EXPECT_THROW(all_reduce(*backend, at::ones({3}, at::kBool)), Error);
+    for (const int root : {-1, 3}) {
+      std::vector<at::Tensor> tensor{three};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      EXPECT_THROW(backend->broadcast(tensor, options), Error);
+    }
+    all_reduce(*backend, three)->wait(seconds(60));
+    EXPECT_TRUE(three.eq(3).all().item<bool>());
+  }));
+}
+
 TEST(Hierarchy, EndsAtOnceThoughCallsAreUnderWay) {
   const auto begin = std::chrono::steady_clock::now();
   expect_all_well(on_machines({2, 2}, [](int rank, const Backend& backend, Wire&) {

@@ -195,6 +195,10 @@ TEST(LocalOrder, SplitsThatDoNotFitAreRefusedOrNamed) {
   }
   EXPECT_THROW(exchange(zero, 3, 4, {}, {}), Error);
   EXPECT_THROW(exchange(zero, 4, 3, {}, {}), Error);
+  // Nothing is written past the end of what is narrower.
+  at::Tensor wide = at::ones({4}, at::kDouble), narrow = at::ones({4});
+  std::vector<int64_t> equal;
+  EXPECT_THROW(zero->alltoall_base(narrow, wide, equal, equal), Error);
   const Work a = exchange(ranks.all[0], 3, 3, {1, 2}, {1, 2});
   const Work b = exchange(ranks.all[1], 3, 3, {1, 2}, {2, 1});
   EXPECT_THAT(outcome(a), HasSubstr("rank 1 sends 2 elements to rank 0, which expects 4"));

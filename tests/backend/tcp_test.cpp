@@ -297,6 +297,17 @@ TEST(Tcp, ArgumentsThatCannotBeCarriedAreRefusedBeforeAnybodyWaits) {
     at::Tensor input = at::ones({4}), output = at::ones({4});
     std::vector<int64_t> sent{2, 2}, expected{1, 3};
     EXPECT_ANY_THROW(backend->alltoall_base(output, input, expected, sent));  // neither rank gives itself what it takes
+    at::Tensor wide = at::ones({4}, at::kDouble);
+    std::vector<int64_t> equal;
+    EXPECT_ANY_THROW(backend->alltoall_base(output, wide, equal, equal));
+    at::Tensor three = at::ones({3});
+    EXPECT_ANY_THROW(backend->_allgather_base(input, three));
+    EXPECT_ANY_THROW(backend->_reduce_scatter_base(three, input));
+    for (const int root : {-1, 2}) {
+      c10d::BroadcastOptions from;
+      from.rootRank = root;
+      EXPECT_ANY_THROW(backend->broadcast(one, from));
+    }
     c10d::AllreduceOptions product;
     product.reduceOp = c10d::ReduceOp::PRODUCT;
     EXPECT_ANY_THROW(backend->allreduce(one, product));
