@@ -252,7 +252,10 @@ void Sockets::move() {
 void Sockets::accept_guests() {
   for (;;) {
     const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) break;
+    if (fd < 0) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) return let_nobody_in(errno);
+      break;
+    }
     send_at_once(fd);
     guests_.push_back({fd, {}, 0});
   }
@@ -276,6 +279,15 @@ void Sockets::accept_guests() {
     guest.fd = -1;
   }
   std::erase_if(guests_, [](const Guest& guest) { return guest.fd < 0; });
+}
+
+// Whoever wants to come has to wait for room that nobody makes.
+void Sockets::let_nobody_in(int error) {
+  for (const auto& one : lines_) {
+    if (one && one->state == Line::State::expecting) {
+      fail(*one, std::string("could not be made: no socket: ") + std::strerror(error));
+    }
+  }
 }
 
 bool Sockets::connected(Line& line) {
@@ -362,8 +374,11 @@ void Sockets::fail(Line& line, const std::string& why, Cause cause) {
   if (line.state == Line::State::looking) --looking_;
   line.state = Line::State::broken;
   line.failure = why;
-  // The other side hears of it at once.
-  if (line.fd >= 0) ::close(std::exchange(line.fd, -1));
+  // The other side hears of it at once, though a process that was forked may have the connection open, too.
+  if (line.fd >= 0) {
+    ::shutdown(line.fd, SHUT_RDWR);
+    ::close(std::exchange(line.fd, -1));
+  }
   line.armed = 0;
   for (auto* list : {&line.sends, &line.receives}) {
     for (const Ref& one : *list) {

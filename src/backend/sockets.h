@@ -86,6 +86,7 @@ class Sockets {
   void open(Line& line);
   void look_for(Line& line);
   void accept_guests();
+  void let_nobody_in(int error);
   void step(Line& line);
   bool connected(Line& line);
   void write(Line& line);
