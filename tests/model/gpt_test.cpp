@@ -14,6 +14,11 @@ namespace {
 
 constexpr GptSize kSmall{.layers = 2, .heads = 2, .width = 16, .context = 8, .vocabulary = 11};
 
+GptSize with_experts(GptSize size, int64_t experts) {
+  size.experts = experts;
+  return size;
+}
+
 TEST(Gpt, ItsExpertsHandOverGradientsInTheDtypeThatIsAskedFor) {
   Gpt model(GptSize{.layers = 1, .heads = 1, .width = 8, .context = 4, .vocabulary = 5, .experts = 2, .top_k = 1}, 3);
   model->to(at::kBFloat16);
@@ -71,22 +76,47 @@ TEST(Gpt, ReachesEveryParameter) {
 }
 
 TEST(Gpt, KnowsItsShapeWithoutBeingMade) {
-  Gpt gpt(kSmall, 7);
-  const ModelShape shape = shape_of(kSmall);
-  int64_t params = 0, largest = 0;
-  std::map<std::string, int64_t> by_unit;
-  for (const auto& item : gpt->named_parameters()) {
-    params += item.value().numel();
-    largest = std::max(largest, item.value().numel());
-    const std::string& name = item.key();
-    const size_t end = name.rfind("blocks.", 0) == 0 ? name.find('.', 7) : name.find('.');
-    by_unit[name.substr(0, end)] += item.value().numel();
+  for (const GptSize& size : {kSmall, with_experts(kSmall, 3), GptSize{1, 1, 4, 2, 100}, GptSize{1, 1, 4, 90, 5}}) {
+    SCOPED_TRACE(c10::str(size.experts, " experts, ", size.vocabulary, " tokens"));
+    Gpt gpt(size, 7);
+    const ModelShape shape = shape_of(size);
+    int64_t params = 0, largest = 0;
+    std::map<std::string, int64_t> by_unit;
+    for (const auto& item : gpt->named_parameters()) {
+      params += item.value().numel();
+      largest = std::max(largest, item.value().numel());
+      const std::string& name = item.key();
+      const size_t end = name.rfind("blocks.", 0) == 0 ? name.find('.', 7) : name.find('.');
+      by_unit[name.substr(0, end)] += item.value().numel();
+    }
+    EXPECT_EQ(shape.params(), params);
+    EXPECT_EQ(shape.largest, largest);
+    std::vector<int64_t> units;
+    for (int64_t i = 0; i < size.layers; ++i) units.push_back(by_unit["blocks." + std::to_string(i)]);
+    units.insert(units.end(), {by_unit["tokens"], by_unit["head"]});
+    EXPECT_EQ(shape.units, units);
+    EXPECT_EQ(shape.others, by_unit["positions"] + by_unit["norm"]);
   }
-  EXPECT_EQ(shape.params(), params);
-  EXPECT_EQ(shape.largest, largest);
-  EXPECT_EQ(shape.units,
-            (std::vector<int64_t>{by_unit["blocks.0"], by_unit["blocks.1"], by_unit["tokens"], by_unit["head"]}));
-  EXPECT_EQ(shape.others, by_unit["positions"] + by_unit["norm"]);
+}
+
+// What is added to the residual stream starts smaller, by the number of times that something is.
+TEST(Gpt, StartsAsTheDepthAsks) {
+  for (const int64_t experts : {0, 2}) {
+    Gpt gpt(GptSize{.layers = 8, .heads = 1, .width = 64, .context = 8, .vocabulary = 64, .experts = experts}, 7);
+    for (const auto& item : gpt->named_parameters()) {
+      const std::string& name = item.key();
+      const at::Tensor& p = item.value();
+      if (p.dim() == 1) {
+        EXPECT_TRUE(p.eq(name.ends_with(".bias") ? 0 : 1).all().item<bool>()) << name;
+        continue;
+      }
+      const bool added =
+          name.ends_with("out.weight") || name.ends_with("down.weight") || name.ends_with("experts.down");
+      // Four times the deviation of an estimate from so many.
+      const double expected = added ? 0.02 / 4 : 0.02, error = 4 / std::sqrt(2.0 * static_cast<double>(p.numel()));
+      EXPECT_NEAR(p.std().item<double>() / expected, 1, error) << name;
+    }
+  }
 }
 
 TEST(Gpt, RefusesAWidthThatItsHeadsDoNotDivide) {
