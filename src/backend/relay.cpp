@@ -1,7 +1,6 @@
 #include "backend/relay.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <stdexcept>
@@ -18,17 +17,20 @@ std::exception_ptr closed() {
 
 }  // namespace
 
-int Relay::own_process() { return ::getpid(); }
-
 Relay::~Relay() { stop(); }
 
 void Relay::after(Works works, std::function<void(const std::exception_ptr&)> then) {
   {
-    std::lock_guard lock(mutex_);
-    if (!stop_) {
-      jobs_.push_back({std::move(works), std::move(then)});
-      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-      wake_.notify_all();
+    std::lock_guard lock(shared_->mutex);
+    if (!shared_->stop) {
+      shared_->jobs.push_back({std::move(works), std::move(then)});
+      if (!thread_.joinable()) {
+        thread_ = std::thread([shared = shared_, name = name_] {
+          ::pthread_setname_np(::pthread_self(), name);
+          run(*shared);
+        });
+      }
+      shared_->wake.notify_all();
       return;
     }
   }
@@ -36,27 +38,27 @@ void Relay::after(Works works, std::function<void(const std::exception_ptr&)> th
 }
 
 void Relay::stop() {
-  if (own_process() != process_) {
+  if (process_.left()) {
     if (thread_.joinable()) thread_.detach();
     return;
   }
   {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
+    std::lock_guard lock(shared_->mutex);
+    shared_->stop = true;
   }
-  wake_.notify_all();
+  shared_->wake.notify_all();
   if (thread_.joinable()) thread_.join();
 }
 
-bool Relay::stopped() {
-  std::lock_guard lock(mutex_);
-  return stop_;
+bool Relay::stopped(Shared& shared) {
+  std::lock_guard lock(shared.mutex);
+  return shared.stop;
 }
 
-std::exception_ptr Relay::outcome(const Works& works) {
+std::exception_ptr Relay::outcome(Shared& shared, const Works& works) {
   for (const auto& work : works) {
     for (bool ended = false; !ended;) {
-      if (stopped()) return closed();
+      if (stopped(shared)) return closed();
       try {
         ended = work->wait(slice);
       } catch (...) {
@@ -69,18 +71,17 @@ std::exception_ptr Relay::outcome(const Works& works) {
   return nullptr;
 }
 
-void Relay::run() {
-  ::pthread_setname_np(::pthread_self(), name_);
+void Relay::run(Shared& shared) {
   for (;;) {
     Job job;
     {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
+      std::unique_lock lock(shared.mutex);
+      shared.wake.wait(lock, [&] { return shared.stop || !shared.jobs.empty(); });
+      if (shared.jobs.empty()) return;
+      job = std::move(shared.jobs.front());
+      shared.jobs.pop_front();
     }
-    const std::exception_ptr failure = outcome(job.works);
+    const std::exception_ptr failure = outcome(shared, job.works);
     job.works.clear();
     job.then(failure);
   }

@@ -7,9 +7,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "watch/process.h"
 
 namespace plumb {
 
@@ -34,17 +37,20 @@ class Relay {
     Works works;
     std::function<void(const std::exception_ptr&)> then;
   };
-  void run();
-  std::exception_ptr outcome(const Works& works);
-  bool stopped();
+  // What the thread holds, too: in a forked process, which has not the thread, it stays.
+  struct Shared {
+    std::mutex mutex;  // guards what follows
+    std::condition_variable wake;
+    std::deque<Job> jobs;
+    bool stop = false;
+  };
+  static void run(Shared& shared);
+  static std::exception_ptr outcome(Shared& shared, const Works& works);
+  static bool stopped(Shared& shared);
 
   const char* const name_;
-  const int process_ = own_process();  // a child of it has not the thread
-  static int own_process();
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable wake_;
-  std::deque<Job> jobs_;
-  bool stop_ = false;
+  const OwnProcess process_;
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::thread thread_;
 };
 

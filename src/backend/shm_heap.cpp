@@ -183,7 +183,7 @@ ShmHeap::Block ShmHeap::allocate(int64_t bytes) {
 }
 
 void ShmHeap::free(Block block) {
-  if (block.offset < 0) return;
+  if (block.offset < 0 || inherited()) return;
   std::lock_guard lock(mutex_);
   const auto condemned = condemned_.lower_bound(block.offset);
   if (condemned != condemned_.end() && *condemned < block.offset + block.bytes) return;
@@ -222,6 +222,7 @@ at::Tensor ShmHeap::window(int64_t numel, const at::TensorOptions& options) {
   const int64_t offset = block.offset + static_cast<int64_t>(sizeof(Readers));
   new (at(rank_, block.offset)) Readers{size_};
   const auto let_go = [heap = shared_from_this(), block, offset](void*) {
+    if (heap->inherited()) return;
     heap->readers(heap->rank_, offset).left.fetch_sub(1);
     {
       std::lock_guard lock(heap->rings_mutex_);
@@ -234,6 +235,7 @@ at::Tensor ShmHeap::window(int64_t numel, const at::TensorOptions& options) {
 
 at::Tensor ShmHeap::window_of(int rank, int64_t offset, int64_t numel, const at::TensorOptions& options) {
   const auto let_go = [heap = shared_from_this(), rank, offset](void*) {
+    if (heap->inherited()) return;
     heap->readers(rank, offset).left.fetch_sub(1);  // its owner frees it, at once or when it next looks
   };
   return at::from_blob(at(rank, offset), {numel}, let_go, options);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "backend/names.h"
+#include "watch/process.h"
 
 namespace c10d {
 class Store;
@@ -41,6 +42,8 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // By this process, which was forked since and has no part in it: nothing is freed or ended here.
+  bool inherited() const { return process_.left(); }
 
   // The address here of a place; the caller has checked that it lies `within`.
   char* at(int rank, int64_t offset) const { return segments_[rank]->base + offset; }
@@ -123,6 +126,7 @@ class ShmHeap : public std::enable_shared_from_this<ShmHeap> {
 
   const int rank_;
   const int size_;
+  const OwnProcess process_;
   std::chrono::microseconds patience_{0};
   std::vector<std::shared_ptr<Segment>> segments_;  // by rank
   std::vector<int> pids_;                           // by rank; 0: this process

@@ -270,6 +270,7 @@ void ShmRing::fail(std::exception_ptr failure) {
 }
 
 void ShmRing::close() {
+  if (heap_->inherited()) return;
   std::lock_guard lock(mutex_);
   advance_locked();
   if (!failure_) fail(std::make_exception_ptr(Error(me(), "the group was closed before this collective ended")));

@@ -99,15 +99,13 @@ bool TcpCall::wait(milliseconds timeout) {
 
 TcpCalls::TcpCalls(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& address,
                    std::chrono::microseconds patience, Names names)
-    : rank_(rank), patience_(patience), process_(::getpid()), sockets_(store, rank, size, address, std::move(names)) {
+    : rank_(rank), patience_(patience), sockets_(store, rank, size, address, std::move(names)) {
   sockets_.contradiction = contradiction;
 }
 
 TcpCalls::~TcpCalls() {
   if (woken_ >= 0) ::close(woken_);
 }
-
-bool TcpCalls::forked() const { return ::getpid() != process_; }
 
 TcpCalls::Call TcpCalls::begin(c10d::OpType type) {
   return c10::make_intrusive<TcpCall>(shared_from_this(), rank_, type);
@@ -126,7 +124,7 @@ TcpCalls::Call TcpCalls::issue(Call call) {
 }
 
 void TcpCalls::close() {
-  if (forked()) return;
+  if (process_.left()) return;
   const auto entered = lock();
   sockets_.close("this rank has ended its part");
   move_on();
@@ -134,7 +132,7 @@ void TcpCalls::close() {
 
 void TcpCalls::leave() {
   if (!thread_.joinable()) return;
-  if (forked()) return thread_.detach();
+  if (process_.left()) return thread_.detach();
   bool idle = false;
   {
     const auto entered = lock();

@@ -17,6 +17,7 @@
 
 #include "backend/sockets.h"
 #include "backend/verb.h"
+#include "watch/process.h"
 
 namespace plumb {
 
@@ -96,13 +97,11 @@ class TcpCalls : public std::enable_shared_from_this<TcpCalls> {
   void move_on();
   void watch_alarm();  // the thread's
   void wake_thread();
-  // A child of the process that made this has neither its thread nor a part in its messages.
-  bool forked() const;
 
   const int rank_;
   const std::chrono::microseconds patience_;
-  const pid_t process_;
-  std::mutex mutex_;  // guards what follows
+  const OwnProcess process_;  // a process that is forked has neither the thread nor a part in its messages
+  std::mutex mutex_;          // guards what follows
   Sockets sockets_;
   std::deque<Call> calls_;    // that have not ended
   uint64_t number_ = 0;       // of collectives so far

@@ -199,6 +199,10 @@ int Group::size() const { return impl_->size; }
 // A backend with a collective under way, or a broken one, blocks in its destructor until its time-out: such a one is
 // left to the end of the process. Ours do not.
 Group::Impl::~Impl() {
+  if (process.left()) {
+    leave_to_parent(backend, watch, gathers, meet, met, control_links, gather_links);
+    return;
+  }
   bool busy = watch && watch->failed();
   for (const auto& weak : pending) {
     const auto work = weak.lock();

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "watch/process.h"
 #include "world/rendezvous.h"
 
 namespace plumb {
@@ -109,6 +110,10 @@ class StoreChannel final : public ReportChannel {
   }
 
   ~StoreChannel() override {
+    if (process_.left()) {
+      thread_.detach();
+      return;
+    }
     leave();
     bool ended = false;
     {
@@ -154,7 +159,7 @@ class StoreChannel final : public ReportChannel {
   const std::string* objection() const override { return shared_->contested.load() ? &shared_->objection : nullptr; }
 
   void leave() override {
-    if (std::exchange(left_, true)) return;
+    if (process_.left() || std::exchange(left_, true)) return;
     {
       std::unique_lock lock(shared_->mutex);
       if (shared_->mine.state != Report::State::failed) {
@@ -181,6 +186,7 @@ class StoreChannel final : public ReportChannel {
  private:
   std::shared_ptr<Shared> shared_;
   const bool hosts_;
+  const OwnProcess process_;
   bool left_ = false;
   std::thread thread_;
 };

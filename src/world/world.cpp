@@ -31,6 +31,10 @@ int ranks_per_machine(const World& world) { return world.impl().ranks_per_machin
 
 // The others learn that this rank left before its connections go.
 World::Impl::~Impl() {
+  if (process.left()) {
+    leave_to_parent(store, watch, data, control, another, part);
+    return;
+  }
   try {
     if (watch && std::uncaught_exceptions() > 0) {
       watch->fail(Error(rank, "its program was ended by an exception").what(), rank, {});

@@ -13,6 +13,7 @@
 #include "backend/hierarchy.h"
 #include "backend/links.h"
 #include "backend/rounds.h"
+#include "watch/process.h"
 #include "watch/road.h"
 #include "watch/watch.h"
 #include "world/group.h"
@@ -45,6 +46,7 @@ struct Group::Impl : std::enable_shared_from_this<Group::Impl> {
   int64_t circle = 0;
   std::shared_ptr<const std::vector<int>> members;
   int me() const { return members ? (*members)[static_cast<size_t>(rank)] : rank; }  // in the world
+  const OwnProcess process;
   std::mutex issuing;                                        // one order for the backend's count and ours
   std::vector<c10::weak_intrusive_ptr<c10d::Work>> pending;  // issued and perhaps not ended
 
@@ -72,6 +74,7 @@ struct World::Impl {
     std::shared_ptr<Group::Impl> control;
   };
 
+  const OwnProcess process;
   int rank = 0;
   int size = 1;
   int local_rank = 0;

@@ -3,8 +3,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <future>
+#include <memory>
 
 namespace plumb {
 namespace {
@@ -69,6 +72,46 @@ TEST(Relay, DoesWhatFollowsInTheOrderOfTheCalls) {
   }
   all.get_future().wait();
   for (int i = 0; i < 20; ++i) EXPECT_EQ(done.at(i), i);
+}
+
+// Of several, whichever fails; what follows hears of it once all have ended that came before.
+TEST(Relay, TellsWhatFailedOfSeveral) {
+  struct Ended final : c10d::Work {
+    explicit Ended(bool well) { finish(well ? nullptr : std::make_exception_ptr(std::runtime_error("it is broken"))); }
+  };
+  Relay relay("plumb_test");
+  for (int works = 1; works <= 3; ++works) {
+    for (int broken = -1; broken < works; ++broken) {
+      Relay::Works all;
+      for (int i = 0; i < works; ++i) all.push_back(c10::make_intrusive<Ended>(i != broken));
+      std::promise<std::string> told;
+      relay.after(std::move(all), [&](const std::exception_ptr& failure) { told.set_value(text_of(failure)); });
+      EXPECT_THAT(told.get_future().get(), HasSubstr(broken < 0 ? "well" : "it is broken"))
+          << broken << " of " << works;
+    }
+  }
+}
+
+// Its thread is not there: letting go waits for nobody, and the parent's goes on.
+TEST(Relay, IsLeftToItsParentByAForkedProcess) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "ThreadSanitizer ends a forked child that lets go of its parent's thread";
+#endif
+  auto relay = std::make_unique<Relay>("plumb_test");
+  for (int i = 0; i < 5; ++i) {
+    std::promise<void> done;
+    relay->after({}, [&](const std::exception_ptr&) { done.set_value(); });
+    done.get_future().wait();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(60);
+      relay.reset();
+      ::_exit(7);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  }
 }
 
 }  // namespace

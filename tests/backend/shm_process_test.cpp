@@ -68,6 +68,8 @@ TEST(ShmProcesses, ReadInPlaceAlongAnAxis) {
   expect_all_done(start_ranks("axes", 4, {{"PLUMB_TEST_BACKEND", "tcp"}}));
 }
 
+TEST(ShmProcesses, LeaveToARankWhatTheyInheritedFromIt) { expect_all_done(on_shm("fork", 2)); }
+
 TEST(ShmProcesses, MayJoinTwice) { expect_all_done(on_shm("two worlds", 2)); }
 
 TEST(ShmProcesses, AreTheChoiceOnOneMachine) {

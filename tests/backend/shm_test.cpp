@@ -1,6 +1,10 @@
 // The shm backend with threads as ranks, which the sanitizers see: results, order, memory, and what is refused.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <fstream>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -374,6 +378,47 @@ TEST(Shm, ClosedGroupsGiveTheirMemoryBack) {
       EXPECT_LE(resident_shared_kib(), before + 4096);
     }
     first->barrier()->wait(milliseconds(20'000));
+  }));
+}
+
+// What a process inherits by a fork is its parent's: whatever it lets go of stays as it is, and the parent goes on.
+TEST(Shm, AForkedProcessLeavesWhatItInheritedToItsParent) {
+  std::latch ended(2);
+  expect_all_well(on_threads(2, [&](int rank, ShmHeap& heap, const Groups& make) {
+    Backend group = make(0);
+    at::Tensor kept = heap.tensor(5'000, at::kFloat).fill_(rank + 1);
+    at::Tensor mine = heap.window(5'000, at::kFloat).fill_(rank + 1);
+    at::Tensor other = heap.window_of(1 - rank, heap.offset_of(mine.data_ptr()), 5'000, at::kFloat);
+    const at::Tensor sum = group->allocateTensor(50'000, at::kFloat).fill_(rank + 1);
+    group->barrier()->wait(milliseconds(20'000));
+    c10::intrusive_ptr<c10d::Work> work;
+    if (rank == 0) {
+      work = all_reduce(group, sum);  // under way
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::alarm(60);
+        kept.reset();
+        mine.reset();
+        other.reset();
+        work.reset();
+        group.reset();
+        ::_exit(7);
+      }
+      int status = 0;
+      EXPECT_EQ(::waitpid(child, &status, 0), child);
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+    }
+    ended.arrive_and_wait();
+    if (rank == 1) work = all_reduce(group, sum);
+    work->wait(milliseconds(20'000));
+    EXPECT_TRUE(sum.eq(3).all().item<bool>());
+    if (rank == 0) mine.reset();  // the other still reads it
+    group->barrier()->wait(milliseconds(20'000));
+    heap.keep_window(heap.window(9, at::kFloat).fill_(-1));  // looks for what can be freed
+    group->barrier()->wait(milliseconds(20'000));
+    EXPECT_TRUE(kept.eq(rank + 1).all().item<bool>());
+    EXPECT_TRUE(other.eq(2 - rank).all().item<bool>());
+    group->barrier()->wait(milliseconds(20'000));
   }));
 }
 

@@ -66,6 +66,11 @@ TEST(MachinesOfProcesses, HoldNoTensorWhoseCollectiveHasEnded) {
   for (auto& rank : ranks) EXPECT_EQ(rank.join(std::chrono::seconds(60)), 0) << rank.output();
 }
 
+TEST(MachinesOfProcesses, LeaveToARankWhatTheyInheritedFromIt) {
+  auto ranks = pretended("fork", 3, "1,2");
+  for (auto& rank : ranks) EXPECT_EQ(rank.join(std::chrono::seconds(60)), 0) << rank.output();
+}
+
 TEST(MachinesOfProcesses, ThatDoNotFitTheWorldAreAnErrorOnEveryRank) {
   for (const char* machines : {"2,3", "two"}) {
     auto ranks = pretended("verbs", 4, machines);

@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <thread>
 
@@ -261,7 +263,39 @@ void share_along_an_axis(const World& world) {
   world.barrier();
 }
 
+// A process that a rank forks lets go of all that it inherited, as a program does at its end, and its parent goes on.
+void fork_and_go_on() {
+  auto world = std::make_unique<World>(World::join(options()));
+  const int me = world->rank(), next = (me + 1) % world->size();
+  Group group = data_group(*world);
+  Group::Shared shared = group.share(5'000, at::kFloat, {.detail = "share"});
+  at::Tensor tensor = group.allocate(5'000, at::kFloat).fill_(me + 1);
+  shared.mine.fill_(me + 1);
+  group.all_reduce(at::ones({10})).wait({});
+  world->barrier();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    tensor.reset();
+    shared = {};
+    group = Group();
+    world.reset();
+    _exit(7);
+  }
+  int status = 0;
+  must(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child ends");
+  world->barrier();
+  must(tensor.eq(me + 1).all().item<bool>(), "what the child let go of is its parent's");
+  for (size_t r = 0; r < shared.everybody.size(); ++r) {
+    must(shared.everybody[r].eq(static_cast<int64_t>(r) + 1).all().item<bool>(), "and everybody's who reads it");
+  }
+  const std::vector<int64_t> mine{me};
+  must(exchange(*world, mine, {})[static_cast<size_t>(next)][0] == next, "host messages");
+  verbs(*world);
+}
+
 void act(const std::string& role) {
+  if (role == "fork") return fork_and_go_on();
   if (role == "rank 1 has little room" && std::string(std::getenv("RANK")) == "1") {
     const rlimit little{4 << 20, 4 << 20};
     must(setrlimit(RLIMIT_FSIZE, &little) == 0, "setrlimit");
