@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,20 @@ def joined_by_fewer(wrapper: Any) -> Iterator[State]:
     yield from joined(wrapper, divide_by_initial_world_size=False)
 
 
+def joined_and_held(wrapper: Any) -> Iterator[State]:
+    """Every second backward keeps its gradients; what is reduced is cleared, which a rank that ran out does not see."""
+    with wrapper.join():
+        for i in range(2 + 4 * dist.get_rank()):
+            with wrapper.no_sync() if i % 2 == 0 else contextlib.nullcontext():
+                wrapper(data(i)).pow(2).sum().backward()
+            if i % 2:
+                yield [None, None, look(wrapper)[2]]
+                wrapper.zero_grad()
+    wrapper.zero_grad()
+    wrapper(data(7)).pow(2).sum().backward()
+    yield look(wrapper)
+
+
 def disabled(wrapper: Any) -> Iterator[State]:
     with wrapper.join(enable=False):
         wrapper(data(0)).pow(2).sum().backward()
@@ -108,7 +124,19 @@ def group_anew(wrapper: Any) -> Iterator[State]:
     yield look(wrapper)
 
 
-SCRIPTS = [modes, thrown, joined, joined_by_fewer, disabled, group_anew]
+def copied(wrapper: Any) -> Iterator[State]:
+    """A copy has the values that it was copied from, or was given since, on each rank."""
+    twin = copy.deepcopy(wrapper)
+    with torch.no_grad():
+        twin.module.two.bias.fill_(float(dist.get_rank()))
+    for i in range(2):
+        twin(data(i)).pow(2).sum().backward()
+        yield [*look(twin), float(twin.module.two.bias)]
+    if isinstance(twin, plumb.DistributedDataParallel):
+        twin.engine.close()
+
+
+SCRIPTS = [copied, modes, thrown, joined, joined_by_fewer, joined_and_held, disabled, group_anew]
 WITH: list[dict[str, Any]] = [{}, {"broadcast_buffers": False}, {"bucket_cap_mb": 1e-5}]
 
 
@@ -176,6 +204,89 @@ def own_habits() -> None:
                 wrapper(data(count))
             del wrapper.module.late
     wrapper.engine.close()
+    optimizers_go_when_they_go()
+    held_by_several()
+    parts_of_what_was_let_go()
+    of_a_group()
+
+
+def optimizers_go_when_they_go() -> None:
+    """One that is gone here and not there is no difference; a rate that differed is one, however many optimizers stepped since."""
+    rank = dist.get_rank()
+    wrapper = plumb.DistributedDataParallel(Counted())
+
+    def step(rate: float) -> None:
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=rate)
+        known: list[Any] = [optimizer]
+        known.append(known)  # as of a trainer, which somebody must find to be garbage
+        optimizer.step()
+
+    gc.disable()
+    for rate in (0.1, 0.2, 0.3):
+        wrapper(data(0)).sum().backward()
+        step(rate)
+        if rank == 0:
+            gc.collect()
+    gc.enable()
+    step(0.5 if rank == 0 else 0.25)
+    for _ in range(40):
+        step(0.1)
+    with pytest.raises(plumb.Error, match="numbers of optimizers that stepped the wrapped model"):
+        wrapper(data(0)).sum().backward()
+    wrapper.engine.close()
+
+
+def held_by_several() -> None:
+    """What several wrappers hold is reduced in one order on every rank, wherever their memory is."""
+    rank, kind = dist.get_rank(), plumb.DistributedDataParallel
+    places = [kind.__new__(kind) for _ in range(6 * rank)]
+    while places:  # the next ones lie in their places, from the last to the first
+        places.pop(0)
+    wrappers = [kind(nn.Linear(2 + i, 1, bias=False)) for i in range(6)]
+    before = [wrapper.module.weight.detach().clone() for wrapper in wrappers]
+    optimizer = torch.optim.SGD([p for wrapper in wrappers for p in wrapper.parameters()], lr=0.5)
+    for i, wrapper in enumerate(wrappers):
+        with wrapper.no_sync():
+            wrapper(torch.full((1, 2 + i), 1.0 + 2 * rank)).sum().backward()
+    optimizer.step()
+    for wrapper, was in zip(wrappers, before, strict=True):
+        torch.testing.assert_close(wrapper.module.weight.detach(), was - 1.0)
+        wrapper.engine.close()
+
+
+def of_a_group() -> None:
+    """Ranks are those of the wrapper's group."""
+    rank = dist.get_rank()
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    model, alone = Counted(), Counted()
+    wrapper = plumb.DistributedDataParallel(model, process_group=group)
+    wrapper.register_comm_hook(None, lambda _, bucket: wrapper.reducer._run_allreduce_hook(bucket))
+    for around in (contextlib.nullcontext(), wrapper.join()):
+        for one in (model, alone):
+            one.zero_grad()
+        with around:
+            wrapper(data(0)).pow(2).sum().backward()
+        alone(data(0)).pow(2).sum().backward()
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad)
+    wrapper.engine.close()
+
+
+def parts_of_what_was_let_go() -> None:
+    """A wrapper that was closed has no parameters any more, also where it had others beside."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    whole = plumb.DistributedDataParallel(model)
+    with pytest.raises(plumb.Error, match="belongs to another DistributedDataParallel"):
+        plumb.DistributedDataParallel(model[1])
+    whole(torch.ones(1, 2)).sum().backward()
+    closed = whole.engine
+    assert not closed.closed
+    whole._remove_autograd_hooks()
+    part = plumb.DistributedDataParallel(model[1])
+    part.zero_grad()
+    part(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    assert part.module.weight.grad.eq(1.5).all() and whole.engine is closed
+    part.engine.close()
 
 
 def test_habits_of_ours_beside_torchs() -> None:

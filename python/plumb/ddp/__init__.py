@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from ..world import check_processes, world
 
 _TORCHS = frozenset(inspect.signature(_Torchs).parameters)  # the arguments that this torch knows
 _wrappers: weakref.WeakSet["DistributedDataParallel"] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def _inside_functional_call() -> bool:
@@ -68,6 +70,7 @@ class DistributedDataParallel(_Torchs):
 
     _engine: Engine | None
     _steps: Steps
+    _number: int  # of its engine, on every rank the same
 
     def __init__(
         self,
@@ -162,14 +165,15 @@ class DistributedDataParallel(_Torchs):
         before = [
             other for other in _wrappers if other._engine is not None and theirs & {id(p) for p in other._module_parameters}
         ]
+        wider = [other for other in before if {id(p) for p in other._module_parameters} - theirs]
+        if not all(other.engine.closed for other in wider):  # closed, one has let go of all its parameters
+            raise Error(
+                "a parameter of this module belongs to another DistributedDataParallel, which has more parameters;"
+                " wrap what they share once"
+            )
+        before = [other for other in before if other not in wider]
         for other in before:  # of the same module: their backwards are seen by this engine from now on
-            if {id(p) for p in other._module_parameters} - theirs:
-                raise Error(
-                    "a parameter of this module belongs to another DistributedDataParallel, which has more parameters;"
-                    " wrap what they share once"
-                )
-            assert other._engine is not None
-            other._engine.close()
+            other.engine.close()
         kept = None if self._takes_first_ranks_values else [parameter.detach().clone() for _, parameter in named]
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap  # type: ignore[attr-defined]
         options: dict[str, Any] = {
@@ -183,9 +187,9 @@ class DistributedDataParallel(_Torchs):
             with torch.no_grad():
                 for (_, parameter), value in zip(named, kept, strict=True):
                     parameter.copy_(value)
-        steps = Steps(engine, [parameter for _, parameter in named])
+        steps, number = Steps(engine, [parameter for _, parameter in named]), next(_numbers)
         for wrapper in (self, *before):
-            wrapper.__dict__.update(_engine=engine, _steps=steps)
+            wrapper.__dict__.update(_engine=engine, _steps=steps, _number=number)
             wrapper._follow_sync()
         for hook, state in self.__dict__.get("_comm_hooks", []):
             engine._engine.use_hook(state, _checked(hook))
@@ -386,7 +390,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """What would leave each rank with parameters of its own: gradients of backwards that were all inside no_sync are reduced
     first; parameters that came after wrapping are an Error, also where a compiled forward did not look at them."""
     stepped: set[int] | None = None
-    for wrapper in list(_wrappers):
+    for wrapper in sorted(_wrappers, key=lambda wrapper: wrapper._number):  # in one order on every rank: what is held is reduced together
         engine = wrapper._engine
         if engine is None or engine.closed:
             continue

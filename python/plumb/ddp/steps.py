@@ -7,8 +7,10 @@ backward (as a digest), and is an error there on every rank.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +25,10 @@ BEGUN = (
     "the number of optimizer steps at rate 0 that counted as updates of the wrapped model's parameters (as get_optimizer_state_dict takes"
     " one before the first step: call it on every rank, or after that)"
 )
+EARLIER = "the numbers of optimizers that stepped the wrapped model before the last ones did (as a digest)"
+
+#: As many optimizers are told of by name: those that stepped last.
+_BY_NAME = 16
 
 
 class Steps:
@@ -33,7 +39,11 @@ class Steps:
         self._ids = {id(parameter) for parameter in parameters}
         self._taken = self._begun = 0
         self._counts = True
-        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[str, float]]] = weakref.WeakKeyDictionary()
+        # By optimizer, in the order of their last steps. Kept when one is gone: that is at another time on each rank.
+        self._numbers: dict[int, list[tuple[str, float]]] = {}
+        self._earlier = 0  # a digest of others' numbers
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()
         self._tell()
         _all.add(self)
 
@@ -43,7 +53,7 @@ class Steps:
         self._tell()
 
     def resume(self) -> None:
-        self._counts, self._taken, self._begun = True, 0, 0
+        self._counts, self._taken, self._begun, self._earlier = True, 0, 0, 0
         self._numbers.clear()
         self._tell()
 
@@ -51,7 +61,12 @@ class Steps:
         moved = [g for g, group in enumerate(optimizer.param_groups) if self._moves(group)] if self._counts else []
         if moved:
             self._taken += 1
-            self._numbers[optimizer] = self._numbers_of(optimizer, moved)
+            number = self._known.setdefault(optimizer, next(self._next))
+            self._numbers.pop(number, None)
+            self._numbers[number] = self._numbers_of(optimizer, moved)
+            if len(self._numbers) > _BY_NAME:
+                oldest = self._numbers.pop(next(iter(self._numbers)))
+                self._earlier = zlib.crc32(repr(oldest).encode(), self._earlier)
             self._tell()
         elif self._counts and self._counted(optimizer):
             self._begun += 1
@@ -79,7 +94,8 @@ class Steps:
     def _tell(self) -> None:
         engine = self._engine()
         if engine is not None and not engine.closed:
-            taken = [(NAME, float(self._taken)), (BEGUN, float(self._begun)), *(number for one in self._numbers.values() for number in one)]
+            taken = [(NAME, float(self._taken)), (BEGUN, float(self._begun)), (EARLIER, float(self._earlier))]
+            taken += [number for one in self._numbers.values() for number in one]
             engine._engine.compare_in_backwards(taken if self._counts else [])
 
 
