@@ -285,6 +285,10 @@ def loads_before_a_step(kind: type[torch.optim.Optimizer], strategy: str, folder
     engine.load(folder)
     walked(model, engine.step, 1)
     assert kept(optimizer) == fourth
+    for elsewhere in ({"rank": engine.world.rank, "size": 3}, {"rank": 1 - engine.world.rank, "size": 2}):
+        with pytest.raises(plumb.Error, match=f"of rank {elsewhere['rank']} of {elsewhere['size']}, and this is rank {engine.world.rank} of 2"):
+            optimizer.load_state_dict({**shown, plumb.optim.MARK: elsewhere})
+    assert kept(optimizer) == fourth
     engine.close()
 
     alone = nn.Linear(3, 2)
@@ -303,6 +307,42 @@ def loads_before_a_step(kind: type[torch.optim.Optimizer], strategy: str, folder
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+def fails_to_load(kind: type[torch.optim.Optimizer], strategy: str) -> None:
+    model, optimizer, engine = cut(kind, strategy)
+    parameters = list(model.parameters())
+    alone = nn.Linear(3, 2)
+    for mine, own in zip(parameters, alone.parameters(), strict=True):
+        own.data.copy_(engine.full_parameter(mine))
+    walked(alone, kind(alone.parameters(), lr=0.1).step, 3)  # type: ignore[call-arg]
+    walked(model, engine.step, 2)
+    good = copy.deepcopy(optimizer.state_dict())
+
+    def refuses(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    for call in (
+        lambda: optimizer.load_state_dict({**good, "param_groups": 2 * good["param_groups"]}),
+        lambda: optimizer.load_state_dict({**good, "param_groups": [{**good["param_groups"][0], "params": [0]}]}),
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(good),
+    ):
+        handles = [optimizer.register_state_dict_post_hook(refuses, prepend=True), optimizer.register_load_state_dict_post_hook(refuses, prepend=True)]
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(ValueError):
+            call()
+        assert all(one is mine for one, mine in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in parameters)
+        for handle in handles:
+            handle.remove()
+    optimizer.load_state_dict(good)
+    walked(model, engine.step, 1)
+    for mine, own in zip(parameters, alone.parameters(), strict=True):
+        torch.testing.assert_close(engine.full_parameter(mine), own.detach())
+    engine.close()
+    assert not {"step", "state_dict", "load_state_dict"} & vars(optimizer).keys()
+
+
 class Unknown(torch.optim.AdamW):
     """Steps whole parameters, each on its owner."""
 
@@ -311,3 +351,8 @@ class Unknown(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unknown])
 def test_what_was_loaded_and_not_yet_stepped_is_shown_and_what_is_loaded_later_counts(kind: type[torch.optim.Optimizer], strategy: str, tmp_path: Path) -> None:
     plumb.spawn(loads_before_a_step, 2, (kind, strategy, str(tmp_path)), method="thread")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Unknown])
+def test_an_optimizer_whose_state_was_not_loaded_or_saved_has_its_parameters_as_ever(kind: type[torch.optim.Optimizer]) -> None:
+    plumb.spawn(fails_to_load, 2, (kind, "zero2"), method="thread")

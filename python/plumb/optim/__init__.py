@@ -171,7 +171,8 @@ class Pieces:
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         self.handles: list[LastHook | Watch | torch.utils.hooks.RemovableHandle] = [
             LastHook(optimizer, self._before),
-            Watch(optimizer, self.abandon),
+            Watch(optimizer, "step", self.abandon),
+            *(Watch(optimizer, name, self._swap_out) for name in ("state_dict", "load_state_dict")),
             after,
             optimizer.register_state_dict_pre_hook(self._show),
             optimizer.register_state_dict_post_hook(self._mark),
@@ -315,6 +316,7 @@ class Pieces:
     # ---- its groups
 
     def _swap_in(self, *_: object) -> None:
+        self._swap_out()
         leaves = [[self.leaf_of.get(id(p), p) for p in group["params"]] for group in self.optimizer.param_groups]
         self.groups = swap(self.optimizer, leaves)
 

@@ -84,14 +84,14 @@ class LastHook:
 
 
 class Watch:
-    """Ends a step of the optimizer's that an exception leaves, at once: torch has no hook for that, and the next forward needs what was updated."""
+    """Ends a call of the optimizer's that an exception leaves, at once: torch has no hook for that, and the next forward needs what was updated."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, abandon: Callable[[], None]) -> None:
-        self._optimizer, self._abandon = optimizer, abandon
-        self._around: Any = optimizer.step  # a scheduler may have wrapped it, and may wrap this one
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, abandon: Callable[[], None]) -> None:
+        self._optimizer, self._name, self._abandon = optimizer, name, abandon
+        self._around: Any = getattr(optimizer, name)  # a scheduler may have wrapped it, and may wrap this one
 
         @functools.wraps(getattr(self._around, "__func__", self._around))
-        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def watched(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return self._around(*args, **kwargs)
             try:
@@ -100,17 +100,17 @@ class Watch:
                 self._abandon()
                 raise
 
-        self._step = types.MethodType(step, optimizer)
-        self._had_one = "step" in vars(optimizer)
-        vars(optimizer)["step"] = self._step
+        self._watched = types.MethodType(watched, optimizer)
+        self._had_one = name in vars(optimizer)
+        vars(optimizer)[name] = self._watched
 
     def remove(self) -> None:
         self._abandon = _nothing
-        if vars(self._optimizer).get("step") is self._step:  # otherwise somebody has wrapped it
+        if vars(self._optimizer).get(self._name) is self._watched:  # otherwise somebody has wrapped it
             if self._had_one:
-                vars(self._optimizer)["step"] = self._around
+                vars(self._optimizer)[self._name] = self._around
             else:
-                del vars(self._optimizer)["step"]
+                del vars(self._optimizer)[self._name]
 
 
 def _nothing() -> None:
