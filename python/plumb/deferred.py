@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,17 @@ from . import _C
 from ._C import Error, World
 from .world import world as _world
 
-_building: list[World] = []
+
+class _Building(threading.local):
+    """Of this thread, which may be a rank: the worlds that models are being built for, with the classes of units."""
+
+    def __init__(self) -> None:
+        self.now: list[tuple[World, frozenset[type[nn.Module]]]] = []
+
+
+_building = _Building()
+_patched: dict[type[nn.Module], list[Any]] = {}  # by class: its own __init__ (None: a base's), and how many build with it
+_patching = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -40,24 +51,48 @@ def deferred(units: Iterable[type[nn.Module]] = (), *, world: World | None = Non
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):
             raise Error(f"deferred({one!r}); expected classes of modules")
-    _building.append(_world() if world is None else world)
-    before = {one: one.__init__ for one in classes}
+    _building.now.append((_world() if world is None else world, frozenset(classes)))
     try:
-        for one in classes:
-            one.__init__ = _cutting(one)  # type: ignore[method-assign]
+        with _patching:
+            for one in dict.fromkeys(classes):
+                _patch(one)
         yield
     finally:
-        for one, init in before.items():
-            one.__init__ = init  # type: ignore[method-assign]
-        _building.pop()
+        with _patching:
+            for one in dict.fromkeys(classes):
+                _restore(one)
+        _building.now.pop()
+
+
+def _patch(cls: type[nn.Module]) -> None:
+    known = _patched.setdefault(cls, [vars(cls).get("__init__"), 0])
+    known[1] += 1
+    if known[1] == 1:
+        cls.__init__ = _cutting(cls)  # type: ignore[method-assign]
+
+
+def _restore(cls: type[nn.Module]) -> None:
+    own, count = _patched[cls]
+    _patched[cls][1] -= 1
+    if count > 1:  # others still build with it
+        return
+    del _patched[cls]
+    if own is None:
+        del cls.__init__
+    else:
+        cls.__init__ = own  # type: ignore[method-assign]
 
 
 def _cutting(cls: type[nn.Module]) -> Callable[..., None]:
-    inner: Callable[..., None] = cls.__init__
+    inner: Callable[..., None] | None = vars(cls).get("__init__")
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if type(self).__init__ is __init__:  # and not a class derived from it, which goes on
+        if inner is None:
+            super(cls, self).__init__(*args, **kwargs)  # type: ignore[misc]
+        else:
+            inner(self, *args, **kwargs)
+        is_unit = any(cls in classes for _, classes in _building.now)
+        if is_unit and type(self).__init__ is __init__:  # and not a class derived from it, which goes on
             cut(self)
 
     return __init__
@@ -65,8 +100,8 @@ def _cutting(cls: type[nn.Module]) -> Callable[..., None]:
 
 def cut(module: nn.Module) -> None:
     """``module`` became a unit: where a model is being built in parts, its parameters are cut."""
-    if _building and _building[-1].size > 1:
-        _C.cut(_building[-1], [parameter for parameter in module.parameters() if not parameter.is_meta])
+    if _building.now and _building.now[-1][0].size > 1:
+        _C.cut(_building.now[-1][0], [parameter for parameter in module.parameters() if not parameter.is_meta])
 
 
 def fill(model: nn.Module, units: list[nn.Module], world: World, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -194,6 +195,48 @@ def built_by_a_derived_class() -> list[Any]:
 
 def test_a_class_derived_from_a_named_one_builds_itself_to_its_end() -> None:
     assert plumb.spawn(built_by_a_derived_class, 2) == [[True, 0, 4 * 42, 0, 0, True]] * 2
+
+
+class Counted(nn.Module):
+    """Values that need no generator, which ranks that are threads share; and a class that leaves its building to its base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0))
+
+
+class Inherits(Counted):
+    pass
+
+
+def built_beside(barrier: threading.Barrier) -> list[Any]:
+    """The contexts of two ranks overlap, and the first that began ends first."""
+    rank = plumb.world().rank
+    if rank == 1:
+        barrier.wait()
+    with plumb.deferred([Counted, Inherits]):
+        barrier.wait() if rank == 0 else None
+        barrier.wait()
+        model = nn.Sequential(Counted(), Inherits())
+        barrier.wait()
+        if rank == 1:
+            barrier.wait()
+            model.append(Counted())
+        else:
+            model.append(Inherits())
+    if rank == 0:
+        barrier.wait()
+    barrier.wait()
+    held = _bytes(model)
+    with plumb.Engine(model, plumb.SGD(lr=0.1), strategy="zero3", units=[Counted]) as engine:
+        return [held, *(engine.full_parameter(parameter).tolist() for parameter in model.parameters())]
+
+
+def test_ranks_that_are_threads_build_their_own_parts_and_leave_classes_as_they_were() -> None:
+    before = Counted.__init__
+    for _ in range(2):
+        assert plumb.spawn(built_beside, 2, (threading.Barrier(2),), method="thread") == [[0, *[list(range(8))] * 3]] * 2
+        assert Counted.__init__ is before and "__init__" not in vars(Inherits)
 
 
 def marked_on_the_meta_device() -> bool:
