@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor, Replicate
 
+import plumb
 from sharding import MLP, Cases, batch, mlps, plain_loss, reduce_gradients, same, shard, train_both, transformer
 
 case = Cases(2)
@@ -140,6 +142,53 @@ def the_sum_is_divided_by_another_factor() -> None:
         for parameter in reference[0].parameters():
             parameter.grad *= 0.5
         same(reference, model)
+
+
+@case
+def another_factor_counts_from_when_it_is_set_as_with_torchs_own() -> None:
+    """Each word is a call: a forward, its backward, a backward that keeps what it makes, a factor of the next reductions."""
+    calls = ("7 fb", "f 7 b", "f 7 b fb", "fb 7 fb", "k 7 fb", "7 k fb", "7 k 3 k 5 fb", "7 fb 3 k fb", "k k f 7 b k fb", "7 k 2 fb 5 k fb")
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
+    for words in calls:
+        sums = []
+        for kind in (torchs, plumb.fully_shard):
+            torch.manual_seed(2)
+            model = kind(nn.Sequential(kind(nn.Linear(3, 4), mesh=mesh), nn.Linear(4, 5)).double(), mesh=mesh)
+            loss = torch.zeros(())
+            for word in words.replace("fb", "f b").split():
+                if word == "f":
+                    loss = model(x).pow(2).sum()
+                elif word == "b":
+                    loss.backward()
+                elif word == "k":
+                    model.set_requires_gradient_sync(False)
+                    model(x).pow(2).sum().backward()
+                    model.set_requires_gradient_sync(True)
+                else:
+                    for one in (model, model[0]):
+                        one.set_gradient_divide_factor(float(word))
+            sums.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        for theirs, mine in zip(*sums, strict=True):
+            torch.testing.assert_close(mine, theirs, msg=lambda m, words=words: f"{words}: {m}")
+
+
+@case
+def a_factor_of_what_is_kept_beside_what_was_reduced_is_an_error() -> None:
+    model = shard(mlps(count=1))
+    plain_loss(model, 0).backward()
+    model.set_requires_gradient_sync(False)
+    plain_loss(model, 1).backward()
+    model[0].set_gradient_divide_factor(2.0)  # as it is
+    with pytest.raises(plumb.Error, match="'weight' of a Linear .* was reduced before"):
+        model[0].set_gradient_divide_factor(7.0)
+    model.zero_grad()
+    model[0].set_gradient_divide_factor(7.0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    model[0].set_gradient_divide_factor(2.0)  # what was assigned is a mean
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), parameter.full_tensor().detach())
 
 
 @case

@@ -223,6 +223,13 @@ def a_post_accumulate_hook_is_called_for_the_backwards_that_touch_its_parameter(
     assert len(called) == 1
     plain_loss(model, 2).backward()
     assert len(called) == 2
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    plain_loss(model, 3).backward()
+    assert len(called) == 2, "there is no gradient yet"
+    model.set_requires_gradient_sync(True)
+    plain_loss(model, 4).backward()
+    assert len(called) == 3
 
 
 @case
@@ -234,6 +241,23 @@ def what_was_written_before_unshard_is_shown_by_it() -> None:
     model[0].unshard()
     assert model[0].in_proj.bias.dtype == torch.bfloat16 and model[0].in_proj.bias.eq(3.0).all()
     model[0].reshard()
+
+
+@case
+def what_is_written_while_whole_parameters_are_shown_by_hand_is_what_a_forward_finds() -> None:
+    model = mlps()
+    reference = copy.deepcopy(model)
+    shard(model)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    rows = list(model.parameters())
+    for _ in range(2):
+        model[1].unshard()
+        assert not isinstance(model[1].in_proj.weight, DTensor)
+        with torch.no_grad():
+            for parameter in (*rows, *reference.parameters()):
+                parameter.mul_(0.5)
+            torch.testing.assert_close(model(x), reference(x))
+    train_both(model, reference, steps=1)
 
 
 class Chooses(nn.Module):
@@ -326,6 +350,32 @@ def a_backward_that_failed_calls_no_post_accumulate_hook_then_or_later() -> None
     assert called == []
     model[0](batch(model, 2)).sum().backward()
     assert sorted(called) == sorted(name for name, _ in model.named_parameters() if name.startswith("0."))
+
+
+@case
+def a_post_accumulate_hook_that_failed_ends_the_backward_of_other_models_too() -> None:
+    models = [shard(mlps(count=1)) for _ in range(2)]
+    reference = mlps(count=1)
+
+    def backward() -> None:
+        torch.stack([plain_loss(model, 0) for model in models]).sum().backward()
+
+    def refuses(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    backward()
+    handle = models[0][0].in_proj.weight.register_post_accumulate_grad_hook(refuses)
+    with pytest.raises(ValueError, match="on purpose"):
+        backward()
+    handle.remove()
+    for model in models:
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        model.zero_grad()
+    backward()
+    plain_loss(reference, 0).backward()
+    reduce_gradients(reference)
+    for model in models:
+        same(reference, model)
 
 
 @case

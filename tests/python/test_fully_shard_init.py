@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -316,6 +317,29 @@ def forwards_are_in_the_policys_dtype_and_inputs_are_cast_where_it_says_so() -> 
         model = plumb.fully_shard(Sees(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=casts))
         model(torch.ones(2, 4)).sum().backward()
         assert seen == [(dtype, torch.bfloat16)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    more: dict[str, torch.Tensor]
+    words: str = "as they are"
+
+
+@case
+def what_is_in_records_is_cast_too() -> None:
+    class Sees(nn.Linear):
+        def forward(self, batch: Batch) -> list[Batch]:  # type: ignore[override]
+            assert batch.x.dtype == batch.more["shift"].dtype == torch.bfloat16 and batch.more["which"].dtype == torch.int64
+            return [Batch(super().forward(batch.x), {}, batch.words)]
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = plumb.fully_shard(Sees(4, 4), mp_policy=policy)
+    given = Batch(torch.ones(2, 4), {"shift": torch.ones(2), "which": torch.ones(2, dtype=torch.int64)}, "words")
+    (made,) = model(given)
+    assert made.x.dtype == torch.float64 and made.words == "words" and given.x.dtype == given.more["shift"].dtype == torch.float32
+    made.x.sum().backward()
+    assert model.weight.grad is not None
 
 
 @case

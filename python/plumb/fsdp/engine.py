@@ -207,6 +207,7 @@ class Engine:
         for one in self.parameters:
             one.write_back()
             one.enter()
+            one.begin_keeping(self._held is not None)
 
     def end_backward(self, good: bool) -> None:
         if self._backwards == 0:
@@ -265,6 +266,7 @@ class Engine:
             one.write_back()
             one.merge()
             one.assign_again()
+            one.begin_keeping(False)
         self.native.compare_settings(settings(optimizer, self.left))
         self.native.begin_step()
         self.stepping = True
@@ -305,8 +307,14 @@ def _before_backward() -> None:
 
 
 def _after_backward(good: bool) -> None:
+    failures: list[BaseException] = []
     for engine in sorted(_engines, key=lambda engine: engine.number):
-        engine.end_backward(good)
+        try:
+            engine.end_backward(good and not failures)
+        except BaseException as error:  # noqa: BLE001  (a hook of the user's: the backward has ended for the others, too)
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 class _LeafHook:

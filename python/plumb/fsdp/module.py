@@ -151,12 +151,18 @@ class FSDPModule(_Torchs):
         """Nothing to do: every backward that reduces ends with all reductions waited for."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the sum of this module's gradients over the ranks by ``factor`` instead of their number. Not recursive."""
+        """Divides the sum of this module's gradients over the ranks by ``factor`` instead of their number. Not recursive.
+
+        From the next reduction on, which may be of gradients that are kept already; an Error where those were added to reduced ones.
+        """
         if not factor > 0:
             raise Error(f"set_gradient_divide_factor({factor}); expected a positive number")
         unit = self._get_fsdp_state()
+        engine = unit.root.engine
         for parameter in unit.parameters:
-            parameter.factor = unit.mesh.size() / factor
+            parameter.divide_by(factor, unit.mesh.size())
+            if engine is not None:  # also between a forward and its backward
+                engine.look_at(parameter)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """torch's older name of ``set_gradient_divide_factor``."""

@@ -119,6 +119,7 @@ class Sharded:
         self.memory: torch.Tensor | None = None  # the engine's, of this rank's rows, in the dtype of forwards
         self.moved: Any = _nobody  # is told when what the user sees becomes another tensor
         self.factor = 1.0  # of this rank's contributions
+        self._joined: bool | None = None  # what this rank keeps, to what was reduced or assigned; None: it keeps nothing
         self._piece: torch.Tensor | None = None  # of the leaf's gradient
         self._shown: DTensor | None = None  # the same as the user sees it, one tensor as long as there is one gradient
         self._seen: torch.Tensor | None = None  # what that held when it was brought up to date, where it is a copy
@@ -404,6 +405,7 @@ class Sharded:
         if value is not None and value is self._shown:
             return
         _BY_AUTOGRAD.__set__(self.sharded, None)
+        self._joined = None
         if value is None:
             self._piece = self._shown = self._assigned = None
             if self.leaf is not None:
@@ -430,6 +432,30 @@ class Sharded:
             self.leaf.grad = whole
         self._piece, self._shown, self._assigned = self.leaf.grad, None, value if self.cut.shards > 1 else None
         self._assigned_version = 0 if self._piece is None else self._piece._version
+
+    def begin_keeping(self, keeps: bool) -> None:
+        """Before a backward that ``keeps`` its gradients on this rank, or something that reduces what is kept."""
+        assert self.leaf is not None
+        if not keeps or self.leaf.grad is None:
+            self._joined = False if keeps else None
+        elif self._joined is None:
+            self._joined = True
+
+    def divide_by(self, factor: float, ranks: int) -> None:
+        """The sum over the ranks, of what this rank keeps for the next reduction, too."""
+        before, self.factor = self.factor, ranks / factor
+        kept = self.leaf.grad if self.leaf is not None and self._joined is not None else None
+        if kept is None or self.factor == before or _C.is_piece(kept):
+            return
+        if self._joined:
+            self.factor = before
+            raise Error(
+                f"set_gradient_divide_factor({factor}): the gradient that is kept of parameter '{self.places[0].name}' of a"
+                f" {type(self.places[0].module).__name__} was added to one that was reduced before, or assigned, and is not to be divided again:"
+                " set the factor before the backwards that are kept, or clear gradients first"
+            )
+        with torch.no_grad():
+            kept.mul_(self.factor / before)
 
     def _untouched(self, piece: torch.Tensor) -> bool:
         """What was assigned where there was no piece stands as it was: no backward that reduced nothing added to it."""

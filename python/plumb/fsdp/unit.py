@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -201,7 +203,16 @@ class _Cast:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != self.dtype:
             return value.to(self.dtype)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):  # pytrees know some of them alone
+            return self._fields(value)
         return value
+
+    def _fields(self, value: Any) -> Any:
+        cast = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(cast, field.name, tree_map(self, getattr(value, field.name)))
+        return cast
 
 
 @contextlib.contextmanager
