@@ -81,13 +81,15 @@ def a_parameter_of_no_model(strategy: str) -> list[str]:
     train()
     temperature.requires_grad_(False)
     train()
+    temperature.grad = torch.ones_like(temperature)  # which the optimizer would step by
+    train()
     return said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_what_came_into_the_optimizer_alone_is_an_error_on_every_rank(strategy: str) -> None:
     for rank, said in enumerate(plumb.spawn(a_parameter_of_no_model, 2, (strategy,), method="thread")):
-        assert [bool(one) for one in said] == [False, True, False], said
+        assert [bool(one) for one in said] == [False, True, False, True], said
         assert f"rank {rank}: parameter 0 of the optimizer's group 1, of shape [], came into the optimizer after the engine" in said[1]
 
 
