@@ -51,6 +51,9 @@ def example(strategy: object, devices: int) -> Parameters:
         accumulating = i % 2 == 0
         with fabric.no_backward_sync(model, enabled=accumulating):
             fabric.backward(nn.functional.cross_entropy(model(x), y) / 2)
+        if strategy != "auto" and getattr(fabric.strategy, "strategy", "ddp") == "ddp":
+            bias = fabric.all_gather(model.module[0].bias.grad)
+            assert bool((bias[0] != bias[1]).any()) == accumulating, "held back: each rank's own; otherwise the mean"
         if not accumulating:
             fabric.clip_gradients(model, optimizer, max_norm=0.05)
             optimizer.step()

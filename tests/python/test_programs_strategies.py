@@ -203,9 +203,33 @@ def test_fabric_saves_and_loads_what_it_is_given_and_keeps_nothing_else(tmp_path
     by_ranks(in_turn, str(tmp_path), ranks=1)
 
 
+def refuses(folder: str) -> None:
+    fabric, model, _, optimizer = trained("zero2")
+    strategy, plain = fabric.strategy, nn.Linear(2, 2)
+    with pytest.raises(plumb.Error, match="shards the optimizer too: fabric.setup"):
+        fabric.setup_module(plain)
+    with pytest.raises(plumb.Error, match="takes one optimizer per module, with groups; 2 were given"):
+        fabric.setup(plain, *(torch.optim.SGD([p], lr=0.1) for p in plain.parameters()))
+    with pytest.raises(plumb.Error, match="takes no storage_options and no filter"):
+        fabric.save(f"{folder}/filtered", {"model": model, "optimizer": optimizer}, filter={"model": lambda name, value: True})
+    with pytest.raises(plumb.Error, match="a module that fabric.setup\\(\\) has not seen with its optimizer"):
+        strategy._backward_sync_control.no_backward_sync(plain, True)
+    other, more = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with pytest.raises(plumb.Error, match="2 modules of one checkpoint are sharded; save each"):
+        fabric.save(f"{folder}/both", {"model": model, "optimizer": optimizer, "other": other})
+    for state in (None, {"epoch": 0}):
+        with pytest.raises(plumb.Error, match="a checkpoint of sharded state: .* needs the module that it goes into"):
+            fabric.load(f"{folder}/all", state)
+    for _ in range(2):
+        fabric.save(f"{folder}/twice", {"other": other, "more": more})
+    assert len(list(Path(folder, "twice").glob("save-*"))) == 1, "the new one in the place of the old one"
+    assert not Path(folder, "filtered").exists() and not Path(folder, "both").exists()
+
+
 def in_turn(folder: str) -> None:
     beside(folder)
     forgets(folder)
+    refuses(folder)
 
 
 def strictly(folder: str) -> list[str]:
