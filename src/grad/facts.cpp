@@ -23,7 +23,16 @@ void pack_bits(const std::vector<bool>& bits, std::vector<int64_t>& words) {
 // Takes them off the front.
 std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
   std::vector<bool> bits(count);
-  for (size_t i = 0; i < count; ++i) bits[i] = (static_cast<uint64_t>(words[i / 64]) >> (i % 64)) & 1;
+  for (size_t begin = 0; begin < count; begin += 64) {
+    const auto word = static_cast<uint64_t>(words[begin / 64]);
+    if (word == 0) continue;  // mostly all are alike
+    const size_t end = std::min(begin + 64, count);
+    if (word == ~uint64_t{0}) {
+      std::fill(bits.begin() + static_cast<ptrdiff_t>(begin), bits.begin() + static_cast<ptrdiff_t>(end), true);
+      continue;
+    }
+    for (size_t i = begin; i < end; ++i) bits[i] = (word >> (i % 64)) & 1;
+  }
   words = words.subspan((count + 63) / 64);
   return bits;
 }

@@ -22,7 +22,8 @@ struct LeafHook final : torch::autograd::FunctionPreHook {
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   static bool is_of(const torch::autograd::FunctionPreHook& hook, const Sink& sink) {
-    return typeid(hook) == typeid(LeafHook) && static_cast<const LeafHook&>(hook).target == &sink;  // asked for every gradient
+    return typeid(hook) == typeid(LeafHook) &&
+           static_cast<const LeafHook&>(hook).target == &sink;  // asked for every gradient
   }
   std::weak_ptr<Entrances> entrances;
   Sink* target;

@@ -318,9 +318,10 @@ void Reducer::backward_ended(std::exception_ptr failure) {
 // Leaves accumulate where backwards are called: no stream waits for another without need, and no graph that is captured
 // reaches out of its streams.
 void Reducer::follow_caller(c10::Device device) {
+  const c10::Stream current = current_stream(device);
   for (Sink& sink : members_.sinks()) {
     if (!sink.accumulator || sink.parameter.device() != device) continue;
-    if (sink.accumulator->stream() == current_stream(device)) continue;
+    if (sink.accumulator->stream() == current) continue;
     accumulate_on_current(sink.accumulator, sink.parameter);
   }
 }

@@ -85,6 +85,7 @@ void Traffic::reduce_and_wait(const std::vector<bool>& which, const Where& where
 
 void Traffic::finish_all(const Where& where) {
   for (Bucket& bucket : buckets_) {
+    if (!bucket.under_way) continue;
     Where detailed = where;
     detailed.detail = "the reduction of bucket " + std::to_string(bucket.index);
     summing_.finish(bucket, detailed);

@@ -314,7 +314,8 @@ void Updater::add_run(Together& together, const Bucket& bucket, const Flats& fla
   const auto mine = [&](const at::Tensor& flat) { return flat.defined() ? part(flat, bucket.updated, run) : flat; };
   Operands operands;
   operands.weight = is_half(stored.scalar_type()) ? stored.to(at::kFloat) : stored;
-  operands.gradient = reduced.to(operands.weight.scalar_type());
+  const at::ScalarType dtype = operands.weight.scalar_type();
+  operands.gradient = reduced.scalar_type() == dtype ? reduced : reduced.to(dtype);
   operands.momentum = mine(flats.momentum);
   operands.mean = mine(flats.mean);
   operands.square = mine(flats.square);

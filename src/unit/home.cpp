@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,7 @@ Home::Home(Bucket& bucket, Reducer& reducer) : bucket(bucket), rank(reducer.worl
 
 std::vector<uint32_t> Home::versions_now() const {
   std::vector<uint32_t> all;
+  all.reserve(bucket.sinks.size());
   for (const Sink* sink : bucket.sinks) all.push_back(sink->parameter._version());
   return all;
 }
@@ -99,11 +101,14 @@ void Home::lend() {
 void Home::withdraw() {
   if (!std::exchange(lent, false)) return;
   const std::string begin = "plumb: rank " + std::to_string(rank) + ": parameter '";
+  constexpr std::string_view end =
+      "' was used while its unit is released; use it through its plumb::Unit, or inside engine.gathered({...})";
   for (size_t i = 0; i < places.size(); ++i) {
-    empty_storage(*places[i].storage().unsafeGetStorageImpl(),
-                  begin + bucket.sinks[i]->name +
-                      "' was used while its unit is released; use it through its plumb::Unit, or inside "
-                      "engine.gathered({...})");
+    const std::string& own = bucket.sinks[i]->name;
+    std::string message;
+    message.reserve(begin.size() + own.size() + end.size());
+    message.append(begin).append(own).append(end);
+    empty_storage(*places[i].storage().unsafeGetStorageImpl(), std::move(message));
   }
 }
 

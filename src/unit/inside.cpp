@@ -74,6 +74,21 @@ void unit(const std::vector<at::Tensor>& parameters) {
 
 void unit_meta(const std::vector<at::Tensor>&) {}
 
+// A tensor like `like` over memory that it keeps. at::from_blob() does as much, and asks more questions than the tensor costs.
+at::Tensor over(const std::shared_ptr<Handed>& memory, int64_t begin, const at::Tensor& like, const at::Tensor& whole) {
+  using Keeper = std::shared_ptr<Handed>;
+  c10::DataPtr data(
+      memory->data() + begin, new Keeper(memory), [](void* keeper) { delete static_cast<Keeper*>(keeper); },
+      whole.device());
+  const auto bytes = static_cast<size_t>(like.numel()) * whole.element_size();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), /*allocator=*/nullptr,
+                       /*resizable=*/false);
+  at::Tensor result =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), whole.options().computeDispatchKey(), whole.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  return result;
+}
+
 }  // namespace
 
 Handed::Handed(c10::DataPtr memory, int64_t size, std::shared_ptr<std::atomic<int64_t>> of_engine)
@@ -129,9 +144,7 @@ std::vector<at::Tensor> Units::hand_out(const std::vector<at::Tensor>& parameter
       });
       if (place == home->places.end()) continue;
       const Sink& sink = *home->bucket.sinks[static_cast<size_t>(place - home->places.begin())];
-      char* begin = memory->data() + sink.slot.offset * home->whole.element_size();
-      whole[i] = at::from_blob(
-          begin, parameters[i].sizes(), parameters[i].strides(), [memory](void*) {}, home->whole.options());
+      whole[i] = inside::over(memory, sink.slot.offset * home->whole.element_size(), parameters[i], home->whole);
     }
   }
   return whole;

@@ -31,9 +31,9 @@ inline void fill_storage(c10::StorageImpl& storage, c10::DataPtr memory, size_t 
 
 // Its memory goes, and every use of a tensor over it is an error that says `message`. It keeps its size, so that no shape
 // is found wanting before.
-inline void empty_storage(c10::StorageImpl& storage, const std::string& message) {
+inline void empty_storage(c10::StorageImpl& storage, std::string message) {
   storage.set_data_ptr_noswap(storage.allocator()->allocate(0));
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
 }
 
 }  // namespace plumb

@@ -41,6 +41,7 @@ Cargo cargo_of(const Ticket& ticket) {
 
 at::Tensor as_real(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.detach();
+  if (plain.dim() == 1 && !plain.is_complex()) return plain;
   return (plain.is_complex() ? at::view_as_real(plain) : plain).view({-1});
 }
 
@@ -288,15 +289,17 @@ Pending Group::reduce_scatter(const std::vector<Part>& parts) {
   }
   if (row == 0) return {};
   std::vector<at::Tensor> outs;
-  const at::Tensor sent = at::empty({size(), row}, at::kByte);
-  int64_t offset = 0;
-  for (const Part& part : parts) {
-    const int64_t bytes = static_cast<int64_t>(part.shard.nbytes());
-    sent.narrow(1, offset, bytes).copy_(as_real(part.full).view(at::kByte).view({size(), bytes}));
+  const at::Tensor sent = at::empty({size() * row}, at::kByte);
+  auto* place = static_cast<char*>(sent.mutable_data_ptr());
+  for (const Part& part : parts) {  // of host memory, as messages that are dear are
+    TORCH_INTERNAL_ASSERT(part.full.is_cpu());
+    const auto bytes = static_cast<size_t>(part.shard.nbytes());
+    const auto* full = static_cast<const char*>(part.full.const_data_ptr());
+    for (int r = 0; r < size() && bytes > 0; ++r) std::memcpy(place + r * row, full + r * bytes, bytes);
     outs.push_back(as_real(part.shard));
-    offset += padded(part.shard);
+    place += padded(part.shard);
   }
-  return reduce_here(*impl_, std::move(outs), sent.view({-1}));
+  return reduce_here(*impl_, std::move(outs), sent);
 }
 
 at::Tensor Group::all_to_all(const at::Tensor& full, const Where& where) {

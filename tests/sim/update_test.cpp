@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <string_view>
 
 #include "lane/lane.h"
 #include "plumb/plumb.h"
@@ -111,7 +112,7 @@ class Calls {
  public:
   Calls() {
     found.clear();
-    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&count).needsInputs(true));
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&count, &end).needsInputs(true));
   }
   ~Calls() { at::removeCallback(handle_); }
   Calls(const Calls&) = delete;
@@ -121,7 +122,7 @@ class Calls {
 
  private:
   static std::unique_ptr<at::ObserverContext> count(const at::RecordFunction& call) {
-    if (call.inputs().empty()) return nullptr;
+    if (!is_operation(call) || depth++ > 0 || call.inputs().empty()) return nullptr;
     const c10::IValue& first = call.inputs()[0];
     const bool list = first.isTensorList() && first.toTensorList().size() > 0;
     if (!list && !first.isTensor()) return nullptr;
@@ -129,6 +130,14 @@ class Calls {
     if (tensor.defined() && !tensor.is_cpu()) ++found[call.name()];
     return nullptr;
   }
+  static void end(const at::RecordFunction& call, at::ObserverContext*) {
+    if (is_operation(call)) --depth;
+  }
+  static bool is_operation(const at::RecordFunction& call) {
+    return std::string_view(call.name()).starts_with("aten::");
+  }
+
+  static inline thread_local int depth = 0;  // what an operation calls is its own business
   at::CallbackHandle handle_;
 };
 
@@ -150,16 +159,40 @@ TEST(Updates, OfManyBucketsAreFewCallsOfTheDevice) {
     engine.zero_grad();
   };
   for (int i = 0; i < 2; ++i) step();
+  const Statistics before = session.statistics();
   {
     const Calls calls;
     questions = 0;
     step();
   }
   ask_about_graphs(nullptr);
+  const Statistics after = session.statistics();
+  EXPECT_EQ(after.events, before.events) << "on one stream, nothing waits for anything";
+  EXPECT_EQ(after.stream_waits, before.stream_waits);
+  EXPECT_EQ(after.device_waits, before.device_waits);
   EXPECT_EQ(Calls::found["aten::_foreach_copy_"], 1) << "gradients that come to their places";
   EXPECT_EQ(Calls::found["aten::_foreach_add_"], 1) << "counts";
   EXPECT_EQ(Calls::found["aten::_fused_adamw_"], 2) << "one for each group of parameters";
   EXPECT_LE(questions, 3) << "when a pass opens, when it closes, at the step";
+  // All that a step gives the device and the same backward without an engine does not.
+  const auto with_engine = Calls::found;
+  engine.zero_grad();
+  torch::nn::Sequential plain;
+  for (int i = 0; i < 5; ++i) plain->push_back(torch::nn::Linear(8, 8));
+  plain->to(device(0));
+  {
+    const Calls calls;
+    plain->forward(at::ones({2, 8}, on(0))).square().mean().backward();
+  }
+  std::map<std::string, int> more;
+  for (const auto& [name, count] : with_engine) {
+    if (const int own = count - Calls::found[name]; own != 0) more[name] = own;
+  }
+  EXPECT_EQ(
+      more,
+      (std::map<std::string, int>{
+          {"aten::_foreach_copy_", 1}, {"aten::_foreach_add_", 1}, {"aten::_fused_adamw_", 2}, {"aten::narrow", 1}}))
+      << "the last: of the counts, those that are updated";
   session.finish();
   EXPECT_EQ(session.report(), "no races\n");
 }

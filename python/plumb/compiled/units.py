@@ -193,15 +193,22 @@ def install() -> None:
     enter_outside = disable(units._Enter.__call__, reason=_REASON)
     leave_outside = disable(units._Leave.__call__, reason=_REASON)
 
+    # Where nothing is traced, these are frames that Dynamo skips, and a door is no Python: there is nothing to keep it out of.
     def enter(self: units._Enter, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_dynamo_compiling() and in_one_graph():
-            torch.ops.plumb.unit(self.parameters)
-        else:
-            enter_outside(self, module, args)
+        if torch.compiler.is_dynamo_compiling():
+            if in_one_graph():
+                torch.ops.plumb.unit(self.parameters)
+            else:
+                enter_outside(self, module, args)
+        elif self.door is not None:
+            self.door.enter()
 
     def leave(self: units._Leave, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if not (torch.compiler.is_dynamo_compiling() and in_one_graph()):
-            leave_outside(self, module, args, output)
+        if torch.compiler.is_dynamo_compiling():
+            if not in_one_graph():
+                leave_outside(self, module, args, output)
+        elif self.door is not None:
+            self.door.leave()
 
     for hook, function in ((units._Enter, enter), (units._Leave, leave)):
         skip_code(function.__code__)  # traced where it is called from, never by itself
