@@ -80,15 +80,14 @@ bool Reducer::hand_over(const at::Tensor& parameter, const torch::autograd::Node
 void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
   Lock lock(mutex_);
   check_alive();
-  Sink* sink = members_.find(parameter);
-  if (sink == nullptr || !parameter.requires_grad()) {
+  const std::string& name = members_.name_of(parameter);
+  if (!parameter.requires_grad()) {
     throw Error(team_.rank(), "a gradient was delivered for a frozen parameter; set requires_grad first");
   }
-  if (!raw.defined())
-    throw Error(team_.rank(), "an undefined gradient was delivered for parameter '" + sink->name + "'");
+  if (!raw.defined()) throw Error(team_.rank(), "an undefined gradient was delivered for parameter '" + name + "'");
   if (raw.sizes() != parameter.sizes()) {
-    throw Error(team_.rank(), c10::str("the gradient delivered for parameter '", sink->name, "' has shape ",
-                                       raw.sizes(), "; expected ", parameter.sizes(), ", the parameter's"));
+    throw Error(team_.rank(), c10::str("the gradient delivered for parameter '", name, "' has shape ", raw.sizes(),
+                                       "; expected ", parameter.sizes(), ", the parameter's"));
   }
   at::NoGradGuard no_grad;
   // Outside of every backward this opens a pass of its own, which end_pass() closes.
@@ -97,7 +96,14 @@ void Reducer::deliver(const at::Tensor& parameter, const at::Tensor& raw) {
     pass_->end = OpenPass::End::told;
   }
   const GradRule rule = grad_rule(parameter, options_.accumulate_dtype);
-  const at::Tensor gradient = before_accumulation(*sink, rule.cast ? raw.to(*rule.cast) : raw);
+  const at::Tensor ruled = rule.cast ? raw.to(*rule.cast) : raw;
+  Sink* sink = members_.find(parameter);
+  if (sink == nullptr) {  // it has begun to train: the ranks take it in when this pass, or the step, ends
+    at::Tensor& first = parameter.mutable_grad();
+    first = first.defined() ? first + ruled : ruled.clone();
+    return;
+  }
+  const at::Tensor gradient = before_accumulation(*sink, ruled);
   at::Tensor& mine = sink->grad();
   if (gradient.defined()) {
     if (mine.defined()) {

@@ -127,10 +127,18 @@ void Members::listen_to(Sink& sink, const NodePtr& accumulator) {
       }));
 }
 
-Sink* Members::find(const at::Tensor& parameter) {
+size_t Members::candidate(const at::Tensor& parameter) const {
   const auto it = candidate_of_.find(parameter.unsafeGetTensorImpl());
   if (it == candidate_of_.end()) throw Error(rank_, "a tensor that is no parameter of this engine");
-  const int sink = sink_of_[it->second];
+  return it->second;
+}
+
+const std::string& Members::name_of(const at::Tensor& parameter) const {
+  return candidates_[candidate(parameter)].first;
+}
+
+Sink* Members::find(const at::Tensor& parameter) {
+  const int sink = sink_of_[candidate(parameter)];
   return sink < 0 ? nullptr : &sinks_[sink];
 }
 

@@ -64,10 +64,13 @@ class Members {
   bool alone(const Sink& sink, const torch::autograd::Node& accumulator) const;
 
   const std::vector<std::string>& names() const { return names_; }  // by sink
+  // An Error if it is no parameter of this engine.
+  const std::string& name_of(const at::Tensor& parameter) const;
   // Null while it has never required a gradient. An Error if it is no parameter of this engine.
   Sink* find(const at::Tensor& parameter);
 
  private:
+  size_t candidate(const at::Tensor& parameter) const;
   void listen_to(Sink& sink, const NodePtr& accumulator);
   void offer_fused(Sink& sink);
 

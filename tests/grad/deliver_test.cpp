@@ -90,6 +90,29 @@ TEST_P(Deliver, RanksWithDifferentRulesAreAnErrorOnEveryRank) {
   EXPECT_THAT(told, testing::Each(testing::HasSubstr("grad_dtype")));
 }
 
+// Frozen when the engine was built.
+TEST_P(Deliver, TakesWhatIsOfAParameterThatHasBegunToTrain) {
+  for (const bool deterministic : {false, true}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = torch::zeros({7}).requires_grad_(), b = torch::zeros({5});
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 1},
+                    {.strategy = GetParam(), .deterministic = deterministic, .virtual_ranks = 4});
+      for (int step = 1; step <= 2; ++step) {
+        b.set_requires_grad(true);
+        for (int share = 0; share < 2; ++share) {
+          for (int i = 0; i < 2; ++i) engine.deliver(b, torch::full({5}, 1.0 + world.rank()));
+          if (share == 1) engine.deliver(a, torch::ones({7}));
+          engine.end_pass();
+        }
+        engine.step();
+        engine.zero_grad();
+        EXPECT_TRUE(engine.full_parameter(a).eq(-step).all().item<bool>()) << deterministic << engine.full_parameter(a);
+        EXPECT_TRUE(engine.full_parameter(b).eq(-6.0 * step).all().item<bool>()) << engine.full_parameter(b);
+      }
+    });
+  }
+}
+
 // A gradient that autograd brings and ones that a hook of the same backward hands over are one pass, reduced once.
 TEST_P(Deliver, InsideARunningBackwardBelongsToItsPass) {
   run_local(2, [&](World world) {
