@@ -56,6 +56,7 @@ StepInfo Engine::Impl::begin_step() {
   check_capture();
   // Whatever may refuse the step does so before a gradient or a parameter is changed.
   if (units) units->begin_update();
+  reducer->begin_layout();
   updater->prepare(reducer->buckets());
   if (scaler.on() || options.nonfinite != NonFinite::proceed) {
     info.skipped = !gradients_are_finite(reducer->buckets(), pieces, reducer->shard(),

@@ -418,7 +418,7 @@ void Reducer::gradients_agreed() {
 // Happens once: later passes mostly come in the same order. Sharded state stays where it is, and so do the parameters of
 // units.
 void Reducer::rebuild(const OpenPass& pass) {
-  const bool movable = !team_.shards(team_.row().parameter) && (steps_ == 0 || !team_.shards(team_.row().state));
+  const bool movable = !team_.shards(team_.row().parameter) && (!follows_layout_ || !team_.shards(team_.row().state));
   if (rebuilt_ || !movable) return;
   rebuilt_ = true;
   road_.pass(Point::rebuild, steps_, passes_);

@@ -82,6 +82,8 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   // Settles everything that is not reduced yet, after all ranks agreed that they are at the same point. Afterwards every
   // rank holds the same gradients. Throws on every rank otherwise.
   void settle_step();
+  // The optimizer lays its state out by where gradients lie now, though the step may be refused yet.
+  void begin_layout();
   // Its gradients are in use from now on: a backward that would leave some for a later reduction is an Error.
   void begin_update();
   // A step that was settled is refused before anything was updated, and may be taken again: also, in deterministic mode, with
@@ -240,6 +242,7 @@ class Reducer final : public backward::Listener, public Entrances, public std::e
   struct Known {
     size_t sinks = 0, buckets = 0;
   } known_;
+  bool follows_layout_ = false;  // the optimizer's state does, from the first step on that began to use it
 };
 
 }  // namespace plumb

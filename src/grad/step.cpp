@@ -115,6 +115,11 @@ void Reducer::check_used_alike(const Sink& sink, const Agreement& all) const {
   }
 }
 
+void Reducer::begin_layout() {
+  Lock lock(mutex_);
+  follows_layout_ = true;
+}
+
 // Those of this try are in the gradients, and so are their weights.
 void Reducer::refuse_step() {
   Lock lock(mutex_);
@@ -171,6 +176,7 @@ std::vector<std::string> Reducer::order() const {
 void Reducer::resume(int64_t steps) {
   Lock lock(mutex_);
   steps_ = steps;
+  follows_layout_ = follows_layout_ || steps > 0;
   passes_ = 0;
   held_ = false;
   for (Bucket& bucket : buckets_) bucket.made_up = false;
@@ -184,7 +190,7 @@ void Reducer::resume(int64_t steps) {
 
 void Reducer::arrange(const std::vector<std::string>& order) {
   Lock lock(mutex_);
-  const bool movable = !team_.shards(team_.row().parameter) && (steps_ == 0 || !team_.shards(team_.row().state));
+  const bool movable = !team_.shards(team_.row().parameter) && (!follows_layout_ || !team_.shards(team_.row().state));
   if (rebuilt_ || !movable) return;
   std::unordered_map<std::string, int> index;
   for (const Sink& sink : sinks()) index[sink.name] = sink.index;

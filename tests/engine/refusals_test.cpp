@@ -59,6 +59,45 @@ TEST_P(RefusalIn, AGradientThatIsNotFiniteIsNamedOnEveryRankAndTheStepCanBeTaken
 INSTANTIATE_TEST_SUITE_P(Strategies, RefusalIn, testing::Values("ddp", "zero1", "zero2", "zero3"),
                          [](const auto& info) { return info.param; });
 
+// Its gradients were held, so that they lie as they did at first; the next ones come in another order, when the optimizer's state
+// has its places already.
+TEST(Refusal, OfTheFirstStepLeavesEveryParameterItsOwnState) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      run_local(2, [&](World world) {
+        NamedTensors parameters;
+        for (const int64_t size : {3, 10, 5, 40, 7}) {
+          parameters.emplace_back(c10::str("p", size), at::zeros({size}, dtype).requires_grad_());
+        }
+        Engine engine(world, parameters, {}, SGD{.lr = 1, .momentum = 0.5},
+                      {.strategy = strategy, .nonfinite = NonFinite::error, .hold_unsharded = true});
+        const auto run = [&](double gradient) {
+          at::Tensor loss = at::zeros({});
+          for (size_t i = parameters.size(); i-- > 0;) {
+            const double own = gradient * static_cast<double>(i + 1);
+            loss = loss + parameters[i].second.to(at::kFloat).sum() * own;
+          }
+          loss.backward();
+        };
+        {
+          const auto quiet = engine.no_sync();
+          run(NAN);
+        }
+        EXPECT_THAT([&] { engine.step(); }, ThrowsMessage<Error>(HasSubstr("is not finite")));
+        for (int step = 0; step < 2; ++step) {
+          engine.zero_grad();
+          run(1 + 2 * world.rank());
+          engine.step();
+        }
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          const double wanted = -(2.0 + 3.0) * static_cast<double>(i + 1);
+          EXPECT_TRUE(engine.full_parameter(parameters[i].second).eq(wanted).all().item<bool>()) << strategy << i;
+        }
+      });
+    }
+  }
+}
+
 TEST(Refusal, AStepWithinAStepIsNamedAndTheFirstGoesOn) {
   at::Tensor weight = at::zeros({3}).requires_grad_();
   Engine engine(World(), NamedTensors{{"w", weight}}, {}, UserOptimizer{});
