@@ -284,6 +284,27 @@ TEST(Load, ThatFailsBetweenTheSharesOfAStepLeavesThemAsTheyAre) {
   }
 }
 
+TEST(Load, ReadsEveryByteThoughItIsOfARankThatIsNoMore) {
+  const Scratch scratch;
+  std::string path;
+  run_local(2, [&](World world) {
+    Model model(3);
+    Engine engine(world, model, SGD{});
+    const std::string saved = engine.save(scratch.path("all"));
+    if (world.rank() == 0) path = saved;
+  });
+  Model model(3);
+  Engine engine(World(), model, SGD{});
+  engine.load(path);
+  {
+    std::fstream file(path + "/rest-00001-of-00002.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-1, std::ios::end);
+    file.put('!');
+    ASSERT_TRUE(file.good()) << "its generator's state";
+  }
+  EXPECT_THAT([&] { engine.load(path); }, ThrowsMessage<Error>(HasSubstr("checksum")));
+}
+
 // A weight of another shape, larger or smaller, or of another dtype.
 TEST(Load, LeavesWhatDoesNotFitAsItWas) {
   const Scratch scratch;

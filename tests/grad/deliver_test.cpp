@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 #include "libtorch.h"
 
+#include <cmath>
 #include <optional>
 
 #include "engine/impl.h"
+#include "plumb/fused.h"
 #include "plumb/nn.h"
 #include "plumb/plumb.h"
 
@@ -88,6 +90,45 @@ TEST_P(Deliver, RanksWithDifferentRulesAreAnErrorOnEveryRank) {
                          }),
                Error);
   EXPECT_THAT(told, testing::Each(testing::HasSubstr("grad_dtype")));
+}
+
+TEST_P(Deliver, TakesASparseGradientAsADenseOne) {
+  run_local(2, [](World world) {
+    at::Tensor a = torch::zeros({4, 2}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+    at::Tensor wanted = torch::zeros({4, 2});
+    for (int times = 1; times <= 2; ++times) {
+      for (int i = 0; i < times; ++i) {
+        const at::Tensor rows = torch::full({1, 1}, world.rank(), at::kLong);
+        engine.deliver(a, torch::sparse_coo_tensor(rows, torch::full({1, 2}, 4.0), {4, 2}));
+        wanted.narrow(0, 0, 2) += 2;
+      }
+      engine.end_pass();
+      EXPECT_TRUE(engine.full_gradient(a).equal(wanted)) << engine.full_gradient(a);
+    }
+  });
+}
+
+// What an operation writes itself: in the dtype of the rule where operations can, and rounded to it where they cannot.
+TEST_P(Deliver, LetsOperationsWriteByTheRuleOfTheLeafBesideWiderSums) {
+  for (const auto& [own, written] : {std::pair(at::kBFloat16, at::kFloat), {at::kDouble, at::kDouble}}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = torch::zeros({6}, own).requires_grad_();
+      a.set_grad_dtype(at::kFloat);
+      Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{},
+                    {.strategy = GetParam(), .accumulate_dtype = at::kDouble});
+      for (const double number : {1 + std::ldexp(1, -12), 1 + std::ldexp(1, -40)}) {
+        const auto sink = sink_of(a);
+        const GradTarget target = sink->open();
+        EXPECT_EQ(target.buffer.scalar_type(), written);
+        target.buffer.fill_(number);
+        sink->wrote();
+        engine.step();
+        EXPECT_TRUE(engine.full_gradient(a).eq(static_cast<float>(number)).all().item<bool>()) << number;
+        engine.zero_grad();
+      }
+    });
+  }
 }
 
 // Frozen when the engine was built.

@@ -338,6 +338,21 @@ TEST(Ranks, ThatChangeAnyElementOfAParameterDifferentlyGetAnError) {
   }
 }
 
+// By one bit of each element, an even number of times.
+TEST(Ranks, ThatChangeTheSignsOfAParameterDifferentlyGetAnError) {
+  EXPECT_THAT(errors(2,
+                     [&](World world) {
+                       at::Tensor a = leaf({8}, at::kDouble);
+                       Engine engine(world, {{"a", a}}, {}, SGD{.lr = 0.1});
+                       {
+                         at::NoGradGuard no_grad;
+                         a.fill_(world.rank() == 1 ? -2 : 2);
+                       }
+                       engine.step();
+                     }),
+              Each(AllOf(HasSubstr("'a'"), HasSubstr("other values on rank 1"))));
+}
+
 // Every rank hears of it before anything is summed, and the step may be taken with other gradients.
 TEST(Ranks, OneThatCannotTakeAGradientAtTheStepIsToldOfToAll) {
   for (const std::string strategy : {"ddp", "zero1", "zero2"}) {
