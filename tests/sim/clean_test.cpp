@@ -74,6 +74,16 @@ void transposed_halves() {
   EXPECT_EQ(total_of(m), 96);
 }
 
+void columns_of_more_rows_than_are_followed_one_by_one() {
+  const auto main = current_stream(0), side = new_stream(0);
+  auto m = torch::zeros({128, 128}, on(0));  // 8192 elements of half of it, in 128 runs
+  wait_for(side, main);
+  m.slice(1, 0, 64).fill_(1);
+  with(side, [&] { m.slice(1, 64, 128).fill_(2); });
+  wait_for(main, side);
+  EXPECT_EQ(total_of(m), 3 * 8192);
+}
+
 void chain_of_three_streams() {
   const auto main = current_stream(0), a = new_stream(0), b = new_stream(0);
   auto x = torch::ones({8}, on(0));
@@ -140,6 +150,23 @@ void temporary_recorded_on_its_reader() {
   for (int i = 0; i < 5; ++i) torch::full({1024}, 7, on(0));
   wait_for(main, side);
   EXPECT_EQ(out.item<float>(), 1024);
+}
+
+void temporary_recorded_on_two_readers() {
+  const auto main = current_stream(0), one = new_stream(0), two = new_stream(0);
+  at::Tensor a, b;
+  {
+    auto x = torch::ones({1024}, on(0));
+    for (const auto& side : {one, two}) wait_for(side, main);
+    a = with(one, [&] { return x.sum(); });
+    b = with(two, [&] { return x.sum(); });
+    x.record_stream(one);
+    x.record_stream(two);
+  }
+  one.synchronize();  // the other may read still
+  for (int i = 0; i < 5; ++i) torch::full({1024}, 7, on(0));
+  for (const auto& side : {one, two}) wait_for(main, side);
+  EXPECT_EQ((a + b).item<float>(), 2048);
 }
 
 void temporary_freed_after_its_owner_waited() {
@@ -230,6 +257,14 @@ void asynchronous_copy_from_pinned_memory() {
   EXPECT_EQ(total_of(x), 16);
 }
 
+void copy_from_pinned_memory_that_blocks() {
+  auto host = torch::ones({16}).pin_memory();
+  auto x = torch::zeros({16}, on(0));
+  x.copy_(host);  // the host waits, or has handed the values over
+  host.fill_(9);
+  EXPECT_EQ(total_of(x), 16);
+}
+
 void pageable_memory_is_staged_during_the_call() {
   auto host = torch::ones({16});
   auto x = torch::zeros({16}, on(0));
@@ -284,6 +319,31 @@ void collective_waited_for_on_the_device() {
   });
 }
 
+// A collective comes between what ranks enqueued before it and what others enqueue after it, also in each other's memory.
+void memory_of_another_rank_read_after_a_collective() {
+  const Communicator world(2);
+  std::vector<at::Tensor> shards(2);
+  int reached = 0;
+  const auto both = [&](int times) {
+    ++reached;
+    wait_until([&] { return reached >= 2 * times; }, "the other rank");
+  };
+  run_ranks(2, [&](int rank) {
+    const auto main = current_stream(rank), side = new_stream(rank);
+    shards[rank] = torch::empty({8}, on(rank));
+    std::vector<at::Tensor> token{torch::ones({1}, on(rank))};
+    wait_for(side, main);
+    with(side, [&] {
+      shards[rank].fill_(rank + 1);
+      world.backend(rank)->allreduce(token)->wait();
+    });
+    wait_for(main, side);
+    both(1);  // have called: no host knows more than that
+    EXPECT_EQ(total_of(shards[1 - rank].to(device(rank))), 8 * (2 - rank));
+    both(2);
+  });
+}
+
 void two_communicators_at_once() {
   const Communicator one(2, "one"), two(2, "two");
   run_ranks(2, [&](int rank) {
@@ -303,12 +363,14 @@ const Program programs[] = {
     {"two_producers_of_one_bucket", two_producers_of_one_bucket},
     {"interleaved_columns", interleaved_columns},
     {"transposed_halves", transposed_halves},
+    {"columns_of_more_rows_than_are_followed_one_by_one", columns_of_more_rows_than_are_followed_one_by_one},
     {"chain_of_three_streams", chain_of_three_streams},
     {"host_synchronisation_orders_streams", host_synchronisation_orders_streams},
     {"event_synchronised_by_the_host", event_synchronised_by_the_host},
     {"event_polled_by_the_host", event_polled_by_the_host},
     {"event_recorded_again_after_the_wait", event_recorded_again_after_the_wait},
     {"temporary_recorded_on_its_reader", temporary_recorded_on_its_reader},
+    {"temporary_recorded_on_two_readers", temporary_recorded_on_two_readers},
     {"temporary_freed_after_its_owner_waited", temporary_freed_after_its_owner_waited},
     {"temporary_freed_before_its_owner_waits_and_allocates", temporary_freed_before_its_owner_waits_and_allocates},
     {"buffer_refilled_after_its_reduction", buffer_refilled_after_its_reduction},
@@ -316,11 +378,13 @@ const Program programs[] = {
     {"storage_resized_on_its_own_stream", storage_resized_on_its_own_stream},
     {"asynchronous_copy_to_the_host", asynchronous_copy_to_the_host},
     {"asynchronous_copy_from_pinned_memory", asynchronous_copy_from_pinned_memory},
+    {"copy_from_pinned_memory_that_blocks", copy_from_pinned_memory_that_blocks},
     {"pageable_memory_is_staged_during_the_call", pageable_memory_is_staged_during_the_call},
     {"copy_between_devices", copy_between_devices},
     {"cast_on_the_consumers_stream", cast_on_the_consumers_stream},
     {"backward_over_two_streams", backward_over_two_streams},
     {"collective_waited_for_on_the_device", collective_waited_for_on_the_device},
+    {"memory_of_another_rank_read_after_a_collective", memory_of_another_rank_read_after_a_collective},
     {"two_communicators_at_once", two_communicators_at_once},
 };
 
@@ -333,6 +397,28 @@ TEST_P(CorrectProgram, IsReportedUnderNoSeed) {
     session.finish();
     ASSERT_EQ(session.report(), "no races\n") << "seed " << seed;
   }
+}
+
+// It has passed, wherever in its own session it was.
+TEST(Event, OfAnEarlierSessionHoldsNobodyUp) {
+  c10::Event event(c10::DeviceType::PrivateUse1);
+  {
+    Session session(0);
+    auto x = torch::ones({16}, on(0));
+    for (int i = 0; i < 50; ++i) x.add_(1);
+    event.record(current_stream(0));
+    session.finish();
+  }
+  Session session(1);
+  const auto side = new_stream(0);
+  event.block(side);
+  event.synchronize();
+  EXPECT_TRUE(event.query());
+  const auto y = with(side, [&] { return torch::ones({4}, on(0)); });
+  wait_for(current_stream(0), side);
+  EXPECT_EQ(total_of(y), 4);
+  session.finish();
+  EXPECT_EQ(session.report(), "no races\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CorrectProgram, testing::ValuesIn(programs),

@@ -113,6 +113,23 @@ TEST(Operations, HaveTheBitsOfTheCpu) {
        [](auto& a, auto&) { return torch::real(torch::view_as_complex(a.view({3, 2, 2})).conj().clone()); }},
       {"unique", [](auto& a, auto&) { return std::get<0>(at::_unique(a)); }},
       {"cumsum", [](auto& a, auto&) { return a.cumsum(1).std(1); }},
+      // Calls that differ in one argument alone, whose results differ in shape, order or dtype.
+      {"a range up to 3.0", [](auto& a, auto&) { return torch::arange(3.0, a.options()); }},
+      {"a range up to 5.0", [](auto& a, auto&) { return torch::arange(5.0, a.options()); }},
+      {"a sum", [](auto& a, auto&) { return a.sum(at::IntArrayRef{1}, false); }},
+      {"a sum that keeps its dimension", [](auto& a, auto&) { return a.sum(at::IntArrayRef{1}, true); }},
+      {"a number", [](auto& a, auto&) { return a.to(at::kLong) * 2.5; }},
+      {"a number in a tensor", [](auto& a, auto&) { return a.to(at::kLong) * torch::full({}, 2.5, at::kDouble); }},
+      {"in order", [](auto& a, auto&) { return at::tensor((a.slice(1, 0, 3) + 1).strides()); }},
+      {"turned", [](auto& a, auto&) { return at::tensor((a.slice(1, 0, 3).t() + 1).strides()); }},
+      {"index by bytes", [](auto& a, auto&) { return a.index({(a > 0).to(at::kByte)}); }},
+      {"conv_transpose2d",
+       [](auto& a, auto&) {
+         const auto x = a.view({1, 3, 2, 2}), weight = a.slice(1, 0, 2).contiguous().view({3, 2, 1, 1});
+         const auto bias = torch::ones({2}, a.options()).requires_grad_();
+         torch::conv_transpose2d(x, weight, bias).square().sum().backward();
+         return bias.grad();
+       }},
   };
   torch::manual_seed(11);
   const auto a = torch::randn({3, 4}), b = torch::randn({4, 5});
@@ -124,6 +141,13 @@ TEST(Operations, HaveTheBitsOfTheCpu) {
     session.finish();
     EXPECT_EQ(session.report(), "no races\n") << name;
   }
+}
+
+TEST(Operations, OverTwoDevicesAreRefused) {
+  const Session session(0);
+  EXPECT_THAT([] { torch::ones({2}, on(0)) + torch::ones({2}, on(1)); },
+              testing::Throws<std::exception>(testing::Property(
+                  &std::exception::what, testing::AllOf(testing::HasSubstr("sim:0"), testing::HasSubstr("sim:1")))));
 }
 
 TEST(Operations, RunTheFusedOptimizerInPlace) {
@@ -165,6 +189,9 @@ TEST(Operations, ThatFailInAKernelAreThrownAtTheNextSynchronisation) {
   const auto index = torch::full({1}, 9, on(0).dtype(at::kLong));
   const Scope scope("look up a word");
   const auto row = at::index_select(table, 0, index);
+  while (!current_stream(0).query()) {
+  }
+  synchronize(1);  // what has failed elsewhere is not told here
   try {
     synchronize(0);
     FAIL() << "the fault was not thrown";

@@ -174,6 +174,29 @@ void host_reads_an_asynchronous_copy_past_torch() {
   host_reads(host);
 }
 
+void host_reads_a_part_of_an_asynchronous_copy() {
+  auto x = torch::ones({16}, on(0));
+  auto host = named(torch::empty({16}), "norm");
+  {
+    const Scope scope("fetch");
+    host.copy_(x, /*non_blocking=*/true);
+  }
+  const Scope scope("print");
+  (void)host.slice(0, 4, 8).sum();
+}
+
+void host_reads_asynchronous_copies_in_a_list() {
+  auto x = torch::ones({16}, on(0));
+  const auto first = torch::ones({4});
+  auto host = named(torch::empty({16}), "norm");
+  {
+    const Scope scope("fetch");
+    host.copy_(x, /*non_blocking=*/true);
+  }
+  const Scope scope("print");
+  (void)torch::cat({first, host});
+}
+
 void host_refills_pinned_memory_under_a_copy() {
   auto host = named(torch::ones({16}).pin_memory(), "batch");
   auto x = torch::zeros({16}, on(0));
@@ -263,6 +286,37 @@ void columns_overlap() {
   });
 }
 
+void far_elements_of_very_many_runs() {
+  const auto main = current_stream(0), side = new_stream(0);
+  auto x = named(torch::zeros({20000}, on(0)), "every second");
+  wait_for(side, main);
+  {
+    const Scope scope("write");
+    x.slice(0, 0, 20000, 2).fill_(1);
+  }
+  with(side, [&] {
+    const Scope scope("read the end");
+    return x.slice(0, 19000, 20000).sum();
+  });
+}
+
+void temporary_is_recorded_on_one_of_its_two_users() {
+  const auto main = current_stream(0), one = new_stream(0), two = new_stream(0);
+  {
+    auto temporary = named(torch::ones({64}, on(0)), "temporary");
+    for (const auto& side : {one, two}) wait_for(side, main);
+    with(one, [&] { return temporary.sum(); });
+    with(two, [&] {
+      const Scope scope("write late");
+      temporary.add_(1);
+    });
+    temporary.record_stream(one);
+  }
+  one.synchronize();
+  torch::ones({64}, on(0));
+  torch::ones({64}, on(0));
+}
+
 void gradient_hook_copies_on_its_own_stream() {
   const auto main = current_stream(0), side = new_stream(0);
   auto w = torch::ones({8}, on(0)).requires_grad_();
@@ -300,6 +354,8 @@ const Program programs[] = {
     {"host_reads_an_asynchronous_copy", "fetch", "print", "norm", host_reads_an_asynchronous_copy},
     {"host_reads_an_asynchronous_copy_past_torch", "fetch", "the host's read", "norm",
      host_reads_an_asynchronous_copy_past_torch},
+    {"host_reads_a_part_of_an_asynchronous_copy", "fetch", "print", "norm", host_reads_a_part_of_an_asynchronous_copy},
+    {"host_reads_asynchronous_copies_in_a_list", "fetch", "print", "norm", host_reads_asynchronous_copies_in_a_list},
     {"host_refills_pinned_memory_under_a_copy", "upload", "load", "batch", host_refills_pinned_memory_under_a_copy},
     {"collective_is_not_waited_for", "all_reduce", "optimizer", "bucket", collective_is_not_waited_for},
     {"collective_on_a_bucket_another_stream_fills", "all_reduce", "produce", "bucket",
@@ -311,6 +367,9 @@ const Program programs[] = {
     {"fresh_memory_is_used_on_a_stream_that_did_not_wait", "allocate", "use", "scratch",
      fresh_memory_is_used_on_a_stream_that_did_not_wait},
     {"columns_overlap", "left", "right", "matrix", columns_overlap},
+    {"far_elements_of_very_many_runs", "write", "read the end", "every second", far_elements_of_very_many_runs},
+    {"temporary_is_recorded_on_one_of_its_two_users", "write late", "free", "temporary",
+     temporary_is_recorded_on_one_of_its_two_users},
     {"gradient_hook_copies_on_its_own_stream", "deliver", "reduce", "bucket", gradient_hook_copies_on_its_own_stream},
 };
 
@@ -376,6 +435,33 @@ TEST(Races, AreNamedByTheSmallestNamedTensorAroundThem) {
   EXPECT_EQ(session.races()[0].memory, "'h.1.bias'");
   EXPECT_EQ(session.races()[0].offset, 16);
   EXPECT_EQ(session.races()[0].bytes, 16);
+}
+
+// What was there before is not what is there now; and where it was done is told from the outside in.
+TEST(Races, AreNamedByWhatIsThereAndByEveryScopeAroundThem) {
+  Session session(0);
+  const auto side = new_stream(0);
+  const void* where = nullptr;
+  {
+    auto old = torch::zeros({64}, on(0));
+    name(old, "gone");
+    where = old.data_ptr();
+  }
+  auto fresh = torch::zeros({64}, on(0));
+  ASSERT_EQ(fresh.data_ptr(), where);
+  {
+    const Scope outer("step 3");
+    const Scope inner("layer 7");
+    with(side, [&] { fresh.fill_(1); });
+  }
+  ASSERT_EQ(session.races().size(), 1u);
+  EXPECT_THAT(session.races()[0].memory, testing::StartsWith("unnamed memory of 512 bytes"));
+  EXPECT_THAT(session.races()[0].second.scope,
+              testing::AllOf(testing::StartsWith("step 3 ("), testing::HasSubstr(" > layer 7 (")));
+  const at::Tensor table = torch::zeros({8, 8}, on(0));
+  name(table.slice(1, 2, 4), "two columns");
+  with(side, [&] { table[5].slice(0, 3, 4).fill_(1); });
+  EXPECT_EQ(session.races().back().memory, "'two columns'");
 }
 
 TEST(Demo, ShowsItsThreeMistakesUnderEverySeed) {

@@ -128,6 +128,32 @@ TEST(Collectives, GiveWhatTheyPromise) {
         backend->alltoall_base(received, sent, equal, equal)->wait();
         EXPECT_TRUE(same_bits(value(received), torch::arange(3, at::kFloat) * 10 + rank));
 
+        // Uneven parts, of which some are empty: rank r sends r rows to rank 0 and the rest to rank 2.
+        auto rows = torch::arange(3, options) + 10 * rank;
+        std::vector<int64_t> to = {rank, 0, 3 - rank}, from_each = {0, 0, 0};
+        if (rank == 0) from_each = {0, 1, 2};
+        if (rank == 2) from_each = {3, 2, 1};
+        auto got = torch::zeros({rank == 0 ? 3 : rank == 2 ? 6 : 0}, options);
+        backend->alltoall_base(got, rows, from_each, to)->wait();
+        const std::vector<std::vector<float>> wanted = {{10, 20, 21}, {}, {0, 1, 2, 11, 12, 22}};
+        EXPECT_TRUE(same_bits(value(got), torch::tensor(wanted[rank], at::kFloat)));
+
+        // As lists of tensors.
+        std::vector<std::vector<at::Tensor>> lists(1);
+        for (int r = 0; r < 3; ++r) lists[0].push_back(torch::zeros({2}, options));
+        std::vector<at::Tensor> own{torch::full({2}, 5 + rank, options)};
+        backend->allgather(lists, own)->wait();
+        for (int r = 0; r < 3; ++r) EXPECT_TRUE(same_bits(value(lists[0][r]), torch::full({2}, 5.f + r)));
+        for (int r = 0; r < 3; ++r) lists[0][r].fill_(100 * r + rank);
+        c10d::ReduceScatterOptions least;
+        least.reduceOp = c10d::ReduceOp::MIN;
+        backend->reduce_scatter(own, lists, least)->wait();
+        EXPECT_TRUE(same_bits(value(own[0]), torch::full({2}, 100.f * rank)));
+        std::vector<at::Tensor> parts;
+        for (int r = 0; r < 3; ++r) parts.push_back(torch::zeros({2}, options));
+        backend->alltoall(parts, lists[0])->wait();
+        for (int r = 0; r < 3; ++r) EXPECT_TRUE(same_bits(value(parts[r]), torch::full({2}, 100.f * rank + r)));
+
         backend->barrier()->wait();
       });
     }
