@@ -73,7 +73,11 @@ void Units::publish(const std::vector<at::Tensor>& parameters, const Where& wher
     reducer_.data().broadcast(home->whole, 0).wait(where);
     const Range& held = home->bucket.held;
     home->bucket.parameter.copy_(home->whole.narrow(0, held.begin, held.size()));
-    for (Sink* sink : home->bucket.sinks) sink->parameter.unsafeGetTensorImpl()->bump_version();
+    // Of those beside them nothing was written: a graph that saved one goes on.
+    for (Sink* sink : home->bucket.sinks) {
+      const auto is_it = [&](const at::Tensor& one) { return one.is_alias_of(sink->parameter); };
+      if (std::ranges::any_of(parameters, is_it)) sink->parameter.unsafeGetTensorImpl()->bump_version();
+    }
     home->versions = home->versions_now();
   }
   reducer_.control().barrier().wait(where);

@@ -48,6 +48,29 @@ TEST(UnitChanges, AWriteIsSeenByGraphsThatSavedTheOldValue) {
   });
 }
 
+// As in one process: a backward that does not read what was written goes on, whatever lies beside it in its unit.
+TEST(UnitChanges, AWriteLeavesGraphsAloneThatSavedWhatLiesBesideIt) {
+  for (const char* strategy : {"ddp", "zero3"}) {
+    on_two(
+        [](World world, Net& net, Engine& engine) {
+          const at::Tensor weight = net.first->up->weight, bias = net.first->up->bias;
+          const at::Tensor y = net.first->forward(ones);
+          y.sum().backward({}, /*retain_graph=*/true);
+          const at::Tensor wanted = engine.full_gradient(weight).clone();
+          engine.zero_grad();
+          {
+            at::NoGradGuard no_grad;
+            const auto scope = engine.gathered({bias}, Access::write);
+            bias.fill_(world.rank() == 0 ? 0.5 : 9.0);
+          }
+          y.sum().backward();
+          EXPECT_TRUE(engine.full_gradient(weight).equal(wanted));
+          EXPECT_TRUE(engine.full_parameter(bias).eq(0.5).all().item<bool>());
+        },
+        strategy);
+  }
+}
+
 // All parameters at once, cut in all places.
 TEST(UnitChanges, EveryParameterGivenOtherMemoryComesHomeInAllItsParts) {
   for (int ranks : {2, 3}) {
@@ -74,6 +97,50 @@ TEST(UnitChanges, EveryParameterGivenOtherMemoryComesHomeInAllItsParts) {
           EXPECT_TRUE(engine.full_parameter(net.parameters()[i]).equal(values[i])) << i;
         }
       });
+    }
+  }
+}
+
+// Whose elements lie in another order than their shape's: they lie so again, and other memory in any order comes home by elements.
+TEST(UnitChanges, AParameterThatLiesTurnedComesHomeTurned) {
+  struct Turned : torch::nn::Module {
+    Turned() {
+      weight = register_parameter("weight", torch::arange(12, at::kFloat).view({4, 3}).t() / 7);
+      bias = register_parameter("bias", torch::ones({3}));
+    }
+    at::Tensor forward(const at::Tensor& x) { return x.mm(weight) + bias.sum(); }
+    at::Tensor weight, bias;
+  };
+  for (const Gather how : {Gather::in_place, Gather::together}) {
+    for (const bool turned : {false, true}) {
+      for (const bool inside : {false, true}) {
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(turned ? "turned" : "in order", inside ? ", inside" : ""));
+          auto model = std::make_shared<torch::nn::Module>("model");
+          Unit<Turned> unit(std::make_shared<Turned>());
+          model->register_module("unit", unit.ptr());
+          Engine engine(world, *model, SGD{.lr = 1}, {.strategy = "zero3"});
+          if (how == Gather::together) engine.impl().units->gather_together(kNextAlone);
+          at::Tensor weight = unit.get()->weight;
+          const at::Tensor other = torch::arange(12, at::kFloat).view({3, 4}).sin();
+          const at::Tensor given = turned ? other.t().contiguous().t() : other.clone();
+          if (inside) {
+            const auto scope = engine.gathered({weight}, Access::write);
+            weight.set_data(given);
+          } else {
+            weight.set_data(given);
+          }
+          for (int step = 0; step < 2; ++step) {
+            unit(torch::ones({1, 3})).sum().backward();
+            engine.step();
+            engine.zero_grad();
+            EXPECT_TRUE(engine.full_parameter(weight).allclose(other - (step + 1)));
+            const auto scope = engine.gathered({weight});
+            EXPECT_TRUE(weight.allclose(other - (step + 1)));
+            EXPECT_EQ(weight.strides(), at::IntArrayRef({1, 3}));
+          }
+        });
+      }
     }
   }
 }

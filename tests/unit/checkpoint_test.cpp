@@ -323,12 +323,20 @@ TEST(Checkpoint, AFunctionThatDoesSomethingElseTheSecondTimeIsAnError) {
   EXPECT_THAT([&] { fewer.sum().backward(); }, testing::Throws<Error>(testing::Property(
                                                    &Error::what, testing::HasSubstr("8 tensors for its backward the "
                                                                                     "first time and 1"))));
-  run = 0;
-  auto other = checkpoint([&](const at::Tensor& x) { return torch::tanh(run++ == 0 ? x : x.narrow(0, 0, 2)); },
-                          torch::ones({3}).requires_grad_());
-  EXPECT_THAT([&] { other.sum().backward(); },
-              testing::Throws<Error>(testing::Property(
-                  &Error::what, testing::AllOf(testing::HasSubstr("[2]"), testing::HasSubstr("[3]")))));
+  // Of another shape, also in its last dimension alone, or of another dtype.
+  const std::vector<std::pair<std::function<at::Tensor(const at::Tensor&)>, std::string>> others = {
+      {[](const at::Tensor& x) { return x.narrow(0, 0, 2); }, "Float [2, 4]"},
+      {[](const at::Tensor& x) { return x.narrow(1, 0, 2); }, "Float [3, 2]"},
+      {[](const at::Tensor& x) { return x.to(at::kDouble); }, "Double [3, 4]"}};
+  for (const auto& [change, second] : others) {
+    run = 0;
+    auto other = checkpoint([&](const at::Tensor& x) { return torch::tanh(run++ == 0 ? x : change(x)); },
+                            torch::ones({3, 4}).requires_grad_());
+    EXPECT_THAT([&] { other.sum().backward(); },
+                testing::Throws<Error>(testing::Property(
+                    &Error::what, testing::AllOf(testing::HasSubstr(second + " on cpu when it runs again"),
+                                                 testing::HasSubstr("was Float [3, 4] on cpu the first time")))));
+  }
 }
 
 TEST(Checkpoint, AnInputThatChangedIsAnErrorAsInPlainTorch) {
@@ -422,6 +430,32 @@ TEST(Checkpoint, RunsAgainInTheStateOfTheFirstRunAndLeavesTheCallersAlone) {
         EXPECT_TRUE(after == caller);
       }
     }
+  }
+}
+
+// Weights change between steps: what autocast remembers of them is the region's alone, also where functions run again outside of it.
+TEST(Checkpoint, LeavesNoCastsBehindForTheNextStep) {
+  Mlp plain, recomputed;
+  const at::Tensor x = at::randn({4, 6}, at::detail::createCPUGenerator(3));
+  for (int step = 0; step < 3; ++step) {
+    std::vector<at::Tensor> losses;
+    for (const auto& [net, through] : {std::pair{&plain, Through{false}}, {&recomputed, Through{true}}}) {
+      at::Tensor h = x;
+      at::autocast::increment_nesting();
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+      for (auto& one : net->layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
+      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      losses.push_back(h.to(at::kFloat).pow(2).sum());
+      losses.back().backward();
+      at::NoGradGuard no_grad;
+      for (const at::Tensor& parameter : net->parameters()) {
+        parameter.sub_(parameter.grad());
+        parameter.mutable_grad().reset();
+      }
+    }
+    EXPECT_TRUE(losses[0].equal(losses[1])) << step << ": " << losses[0] << losses[1];
   }
 }
 

@@ -94,6 +94,30 @@ TEST(Deferred, RanksThatSeedDifferentlyAreAnError) {
   }
 }
 
+// In whichever element, wherever it lies.
+TEST(Deferred, OneElementThatDiffersIsAnError) {
+  struct One : torch::nn::Module {
+    explicit One(int64_t which) {
+      at::Tensor values = torch::ones({37});
+      if (which >= 0) values[which] += 0x1p-20;
+      register_parameter("weight", values);
+    }
+    at::Tensor forward(const at::Tensor& x) { return x; }
+  };
+  for (const int64_t which : {0, 18, 36}) {
+    const auto texts = errors(2, [&](World world) {
+      const Deferred deferred(world);
+      const Unit<One> unit(std::make_shared<One>(world.rank() == 1 ? which : -1));
+      auto model = std::make_shared<torch::nn::Module>("model");
+      model->register_module("unit", unit.ptr());
+      Engine engine(world, *model, SGD{.lr = 0.1}, {.strategy = "zero3"});
+    });
+    EXPECT_THAT(texts, testing::Each(testing::AllOf(testing::HasSubstr("different values of the deferred parameter"),
+                                                    testing::HasSubstr("'unit.weight'"))))
+        << which;
+  }
+}
+
 // The inner scope ends, and the outer goes on.
 TEST(Deferred, ScopesMayLieInsideEachOther) {
   run_local(2, [](World world) {

@@ -1,6 +1,7 @@
 // The operators of compiled graphs over sharded parameters, called as a graph calls them: plumb::gather and plumb::unit.
 #include "unit/inside.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -124,6 +125,39 @@ TEST(Inside, WhatSomebodyElseHoldsIsCopied) {
     }
     EXPECT_EQ(sharded.gathered(), before);
     EXPECT_TRUE(sharded.parameters[0].equal(sharded.values[0]));
+  });
+}
+
+// Also by a node that is running, and by what was saved past the hooks: a graph writes into memory of its own.
+TEST(Inside, WhatANodeIsReadingIsCopied) {
+  struct Reads : torch::autograd::Function<Reads> {
+    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                              const at::Tensor& weight) {
+      context->save_for_backward({weight});
+      return x.mm(weight.t());
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list gradients) {
+      const at::Tensor weight = context->get_saved_variables()[0];
+      gather({weight})[0].fill_(99);
+      return {gradients[0].mm(weight), at::Tensor()};
+    }
+  };
+  everywhere([](const World&, Sharded& sharded) {
+    const at::Tensor wanted = torch::ones({2, sharded.values[0].size(0)}).mm(sharded.values[0]);
+    for (const bool hooks : {true, false}) {
+      const at::Tensor x = torch::ones({2, 6}).requires_grad_();
+      at::Tensor y;
+      if (!hooks) at::SavedTensorDefaultHooks::disable("a test");
+      {
+        const UnitScope scope(unit::door_of(sharded.net->layers[0].ptr()));
+        y = Reads::apply(x, sharded.parameters[0]);
+      }
+      if (!hooks) at::SavedTensorDefaultHooks::enable();
+      y.sum().backward();
+      EXPECT_TRUE(x.grad().allclose(wanted)) << hooks;
+      EXPECT_EQ(sharded.gathered(), 0);
+    }
   });
 }
 

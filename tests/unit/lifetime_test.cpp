@@ -162,7 +162,7 @@ TEST(Lifetime, TheEndOfOneBackwardTakesNothingFromAnother) {
     auto z = ones.clone().requires_grad_();
     const at::Tensor other = net.forward(z).sum();
     std::function<void()> until = [&] {
-      std::thread([&] { torch::autograd::grad({other}, {z}); }).join();
+      std::thread([&] { torch::autograd::grad({other}, {z}, {}, /*retain_graph=*/true); }).join();
       EXPECT_GT(gathered(engine), 0);
     };
     at::Tensor y;
@@ -171,8 +171,26 @@ TEST(Lifetime, TheEndOfOneBackwardTakesNothingFromAnother) {
       y = Patient::apply(x, net.layers[2].get()->weight, reinterpret_cast<int64_t>(&until));
     }
     EXPECT_EQ(gathered(engine), 0);
-    const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x})[0];
-    EXPECT_TRUE(at::allclose(gradient, torch::ones({2, 6}).matmul(engine.full_parameter(net.layers[2]->weight))));
+    for (int walk = 0; walk < 2; ++walk) {  // a node that is known already reads once more
+      const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0];
+      EXPECT_TRUE(at::allclose(gradient, torch::ones({2, 6}).matmul(engine.full_parameter(net.layers[2]->weight))));
+      EXPECT_EQ(gathered(engine), 0);
+    }
+  });
+}
+
+// As a hook that looks at what a unit makes of something else, in a backward that reads no parameter of any.
+TEST(Lifetime, AForwardInsideABackwardThatUsesNoUnitEndsWithIt) {
+  on_ranks(2, Gather::in_place, [](World, Chain& net, Engine& engine) {
+    at::Tensor seen;
+    const at::Tensor x = ones.clone().requires_grad_();
+    const at::Tensor y = x * 2;
+    y.register_hook([&](const at::Tensor&) {
+      const at::AutoGradMode grad(true);
+      seen = net.layers[3]->forward(ones);
+    });
+    y.sum().backward();
+    EXPECT_TRUE(seen.defined());
     EXPECT_EQ(gathered(engine), 0);
   });
 }

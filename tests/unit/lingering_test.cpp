@@ -56,6 +56,11 @@ TEST(Lingering, AreUnitsThatWereSavedPastTheHooks) {
       if (step != 1) y.sum().backward();
       one.engine->step();
       EXPECT_EQ(one.gathered(), 0) << step;
+      {
+        const at::NoGradGuard no_grad;
+        through(*one.net, x, {0, 1, 2});
+      }
+      EXPECT_EQ(one.gathered(), 0) << "a forward after it is one as any other, step " << step;
       one.engine->zero_grad();
       if (step != 1) through(*one.twin, x, {0, 1, 2}).sum().backward();
       optimizer.step();
@@ -94,6 +99,27 @@ TEST(Lingering, EndsWhereShardsWereWritten) {
     }
     one.engine->shards_written();
     EXPECT_TRUE(one.net->layers[0]->forward(x).allclose(2 * before));
+    world.barrier();
+  });
+}
+
+// What somebody holds stays his, as he gathered it; whoever gathers after him has what was written.
+TEST(Lingering, DoesNotEndWhatAScopeHoldsWhereShardsWereWritten) {
+  run_local(2, [](World world) {
+    const Trained one(world, {.strategy = "zero3"});
+    const at::Tensor weight = one.net->layers[1].get()->weight;
+    const at::Tensor before = one.engine->full_parameter(weight);
+    {
+      const Gathered scope = one.engine->gathered({weight});
+      world.barrier();
+      {
+        at::NoGradGuard no_grad;
+        for (auto& [name, shard] : one.engine->shards()) shard.mul_(2);
+      }
+      one.engine->shards_written();
+      EXPECT_TRUE(weight.equal(before));
+    }
+    EXPECT_TRUE(one.engine->full_parameter(weight).equal(2 * before));
     world.barrier();
   });
 }
