@@ -10,14 +10,14 @@ namespace plumb {
 
 class ExactSum {
  public:
-  // 32 bits of the sum in each limb, the lowest of value 2^-1074, and the count of values that were not finite. Limbs of
-  // several sums may be added up.
+  // 32 bits of the sum in each limb, the lowest of value 2^-1074; then how many values were infinite, and how many no numbers.
+  // Limbs of several sums may be added up.
   static constexpr int kLimbs = 68;
-  std::array<int64_t, kLimbs + 1> limbs{};
+  std::array<int64_t, kLimbs + 2> limbs{};
 
   void add(double value) {  // not negative
     if (!std::isfinite(value)) {
-      ++limbs[kLimbs];
+      ++limbs[std::isnan(value) ? kLimbs + 1 : kLimbs];
       return;
     }
     if (value == 0) return;
@@ -48,7 +48,8 @@ class ExactSum {
   }
 
   double value() {
-    if (limbs[kLimbs] != 0) return std::numeric_limits<double>::quiet_NaN();
+    if (limbs[kLimbs + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
+    if (limbs[kLimbs] != 0) return std::numeric_limits<double>::infinity();
     carry();
     double sum = 0;
     for (int i = kLimbs - 1; i >= 0; --i) sum += std::ldexp(static_cast<double>(limbs[i]), 32 * i - 1074);

@@ -13,12 +13,6 @@ namespace {
 
 bool any_two(const Sink&, const Sink&) { return true; }
 
-// A norm is as precise as the widest of its gradients.
-at::ScalarType dtype_of_norm(const std::deque<Bucket>& buckets) {
-  const bool wide = std::ranges::any_of(buckets, [](const Bucket& bucket) { return bucket.dtype == at::kDouble; });
-  return wide ? at::kDouble : at::kFloat;
-}
-
 // The kept part of a bucket, with what the user put into .grad instead.
 at::Tensor shown(const Bucket& bucket, bool sharded) {
   const auto aside = [](const Sink* sink) { return sink->grad().defined() && !sink->grad_in_bucket(); };
@@ -82,6 +76,13 @@ void add_each_square(const at::Tensor& gradient, ExactSum& sum) {
 
 using Values = std::function<at::Tensor(const Bucket&)>;
 
+// Of the norm: as wide as the widest gradient, and f32 at least.
+at::ScalarType dtype_of(const std::deque<Bucket>& buckets) {
+  const bool wide = std::ranges::any_of(
+      buckets, [](const Bucket& bucket) { return c10::toRealValueType(bucket.dtype) == at::kDouble; });
+  return wide ? at::kDouble : at::kFloat;
+}
+
 at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard,
                       NormOrder order, const Where& where) {
   ExactSum sum;
@@ -103,7 +104,8 @@ at::Tensor exact_norm(const std::deque<Bucket>& buckets, const Values& values, b
     wire = wire.cpu();
     std::copy_n(wire.const_data_ptr<int64_t>(), sum.limbs.size(), sum.limbs.begin());
   }
-  return at::full({}, std::sqrt(sum.value()), options.dtype(dtype_of_norm(buckets)));
+  // Made as f64: what f32 cannot hold is infinite there, and no error.
+  return at::full({}, std::sqrt(sum.value()), options.dtype(at::kDouble)).to(dtype_of(buckets));
 }
 
 at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool sharded, Group& shard, NormOrder order,
@@ -124,7 +126,7 @@ at::Tensor norm_of(const std::deque<Bucket>& buckets, const Values& values, bool
     shard.all_reduce(norm).wait(where);
     norm = norm.sqrt();
   }
-  return norm.to(dtype_of_norm(buckets));
+  return norm.to(dtype_of(buckets));
 }
 
 }  // namespace

@@ -127,8 +127,8 @@ TEST(Norm, IsThatOfWhatHasAGradientInEveryOrder) {
     const double wanted = plain_norm(made);
     for (const NormOrder order : {NormOrder::any, NormOrder::exact}) {
       const at::Tensor norm = gradient_norm(made.buckets, false, groups.shard, order, {});
-      EXPECT_NEAR(norm.item<double>(), wanted, (wide && order == NormOrder::any ? 1e-12 : 1e-6) * wanted);
-      EXPECT_EQ(norm.scalar_type(), wide && order == NormOrder::any ? at::kDouble : at::kFloat);
+      EXPECT_NEAR(norm.item<double>(), wanted, (wide ? 1e-12 : 1e-6) * wanted);
+      EXPECT_EQ(norm.scalar_type(), wide ? at::kDouble : at::kFloat);
       EXPECT_EQ(norm.dim(), 0);
     }
   }
@@ -238,7 +238,7 @@ TEST_P(NormIn, IsTheSameOnEveryRankAndCountsWhatTheUserDid) {
           EXPECT_THROW(engine.grad_norm(), Error);
           engine.step();
         }
-        const double tolerance = deterministic ? 1e-6 : 1e-12;
+        constexpr double tolerance = 1e-12;
         EXPECT_NEAR(engine.grad_norm().item<double>(), norm(), tolerance * norm());
         // In place, replaced, cleared.
         parameters[0].mutable_grad().mul_(3);
@@ -329,29 +329,41 @@ TEST(Clipping, IsSeenInAGradientThatHasAGraph) {
 // Of a model in two dtypes, whichever comes first: a norm that was rounded to the narrower one would clip the others by it.
 TEST_P(NormIn, IsAsPreciseAsTheWidestGradient) {
   constexpr double little = 0x1p-24;  // no digit of the norm is the narrow one's
-  for (const bool wide_first : {false, true}) {
-    run_local(2, [&](World world) {
-      const at::Tensor narrow = at::zeros({30}).requires_grad_(), wide = at::zeros({30}, at::kDouble).requires_grad_();
-      NamedTensors named{{"narrow", narrow}, {"wide", wide}};
-      if (wide_first) std::swap(named[0], named[1]);
-      Engine engine(world, named, {}, SGD{.lr = 1}, {.strategy = GetParam(), .clip_norm = 1.0});
-      const double norm = 1.1 * std::sqrt(30.0);
-      for (int step = 1; step <= 2; ++step) {
-        (little * narrow.sum() + 1.1 * wide.sum()).backward();
-        EXPECT_NEAR(engine.grad_norm().item<double>(), norm, 1e-12);
-        EXPECT_NEAR(engine.step().grad_norm.item<double>(), norm, 1e-12);
-        engine.zero_grad();
-        EXPECT_LT(distance(engine.full_parameter(wide), at::full_like(wide, -step * 1.1 / (norm + 1e-6))), 1e-12);
+  for (const at::ScalarType dtype : {at::kDouble, at::kComplexDouble}) {
+    for (const bool deterministic : {false, true}) {
+      for (const bool wide_first : {false, true}) {
+        run_local(2, [&](World world) {
+          SCOPED_TRACE(c10::str(dtype, deterministic ? ", deterministic" : "", wide_first ? ", wide first" : ""));
+          const at::Tensor narrow = at::zeros({30}).requires_grad_(), wide = at::zeros({30}, dtype).requires_grad_();
+          NamedTensors named{{"narrow", narrow}, {"wide", wide}};
+          if (wide_first) std::swap(named[0], named[1]);
+          Engine engine(world, named, {}, SGD{.lr = 1},
+                        {.strategy = GetParam(), .clip_norm = 1.0, .deterministic = deterministic, .virtual_ranks = 2});
+          const double norm = 1.1 * std::sqrt(30.0);
+          for (int step = 1; step <= 2; ++step) {
+            (little * narrow.sum() + 1.1 * at::real(wide).sum()).backward();
+            if (!deterministic) {
+              EXPECT_NEAR(engine.grad_norm().item<double>(), norm, 1e-12);
+            }
+            EXPECT_NEAR(engine.step().grad_norm.item<double>(), norm, 1e-12);
+            engine.zero_grad();
+            const at::Tensor found = at::real(engine.full_parameter(wide));
+            EXPECT_LT(distance(found, at::full_like(found, -step * 1.1 / (norm + 1e-6))), 1e-12);
+          }
+        });
       }
-    });
+    }
   }
 }
 
-// As torch's clip_grad_norm_: beside what is infinite, what is finite becomes nothing; beside what is no number, none.
+// As torch's clip_grad_norm_: beside what is infinite, what is finite becomes nothing; beside what is no number, none. So, too, where
+// each gradient is finite, and f32 cannot hold their norm.
 TEST_P(NormIn, ThatIsNotFiniteClipsAsTorchDoes) {
-  for (const double bad : {INFINITY, NAN}) {
+  for (const auto& [bad, deterministic] :
+       {std::pair{INFINITY, false}, {NAN, false}, {1.5e38F, false}, {INFINITY, true}, {NAN, true}, {1.5e38F, true}}) {
     at::Tensor factors = at::full({30}, 3.0);
-    factors[7] = bad;
+    factors.slice(0, 7, 17).fill_(bad);  // of which two ranks' are summed
+    if (std::isnan(bad)) factors[18] = INFINITY;
     const auto loss = [&](const std::vector<at::Tensor>& all) { return 2 * all[0].sum() + (all[1] * factors).sum(); };
     const auto make = [] {
       return std::vector<at::Tensor>{at::zeros({30}).requires_grad_(), at::zeros({30}).requires_grad_()};
@@ -359,15 +371,16 @@ TEST_P(NormIn, ThatIsNotFiniteClipsAsTorchDoes) {
     const std::vector<at::Tensor> theirs = make();
     loss(theirs).backward();
     torch::nn::utils::clip_grad_norm_(theirs, 1.0);
-    run_local(2, [&](World world) {
+    run_local(2, [&, bad = bad, deterministic = deterministic](World world) {
+      SCOPED_TRACE(c10::str(bad, deterministic ? ", deterministic" : ""));
       const std::vector<at::Tensor> ours = make();
       Engine engine(world, NamedTensors{{"a", ours[0]}, {"b", ours[1]}}, {}, SGD{.lr = 1},
-                    {.strategy = GetParam(), .clip_norm = 1.0});
+                    {.strategy = GetParam(), .clip_norm = 1.0, .deterministic = deterministic, .virtual_ranks = 2});
       loss(ours).backward();
       EXPECT_FALSE(std::isfinite(engine.step().grad_norm.item<double>()));
       for (size_t i = 0; i < 2; ++i) {
         const at::Tensor found = engine.full_parameter(ours[i]);
-        EXPECT_TRUE(at::allclose(found, -theirs[i].grad(), 1e-6, 1e-6, /*equal_nan=*/true)) << bad << ": " << found;
+        EXPECT_TRUE(at::allclose(found, -theirs[i].grad(), 1e-6, 1e-6, /*equal_nan=*/true)) << found;
       }
     });
   }

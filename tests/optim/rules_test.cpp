@@ -375,11 +375,23 @@ TEST(ExactSum, HoldsEveryDouble) {
   small.add(1e16);
   for (int i = 0; i < 1000; ++i) small.add(0.5);
   EXPECT_EQ(small.value(), 1e16 + 500);
-  for (const double bad : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
-    ExactSum broken;
-    broken.add(1);
-    broken.add(bad);
-    EXPECT_TRUE(std::isnan(broken.value()));
+}
+
+// As doubles add up: what is infinite wins over what is finite, and what is no number over both, in every order and cut.
+TEST(ExactSum, IsInfiniteOrNoNumberAsASumOfDoublesIs) {
+  for (int first = 0; first < 3; ++first) {
+    for (int second = 0; second < 3; ++second) {
+      for (const bool cut : {false, true}) {
+        constexpr std::array values = {1.5, std::numeric_limits<double>::infinity(),
+                                       std::numeric_limits<double>::quiet_NaN()};
+        ExactSum sum, other;
+        sum.add(values[first]);
+        (cut ? other : sum).add(values[second]);
+        for (size_t i = 0; i < sum.limbs.size(); ++i) sum.limbs[i] += other.limbs[i];
+        const double wanted = values[first] + values[second], found = sum.value();
+        EXPECT_TRUE(found == wanted || (std::isnan(found) && std::isnan(wanted))) << first << second << cut << found;
+      }
+    }
   }
 }
 
