@@ -200,6 +200,23 @@ TEST(NewCheckpoint, TakesNoMoreAndNoLessThanAShapeSays) {
   EXPECT_THAT(names_in(scratch.path("root")), ElementsAre(".lock")) << "nothing remains of one that was not committed";
 }
 
+// Whoever reads the file by its header alone takes the bytes to lie in the order of the shape.
+TEST(NewCheckpoint, SaysAShapeOnlyWhereItsBytesLieInItsOrder) {
+  Scratch scratch;
+  std::mt19937_64 random(5);
+  const std::string path = saved(scratch.path("root"), some_tensors(random), 1, random);
+  const Manifest manifest = Checkpoint(path).manifest();
+  const TensorFile file(path + "/part-0");
+  int turned = 0;
+  for (const SavedTensor& tensor : manifest.tensors) {
+    turned += tensor.strides.empty() ? 0 : 1;
+    EXPECT_EQ(file.find(tensor.in_file())->shape,
+              tensor.strides.empty() ? tensor.shape : std::vector<int64_t>{tensor.numel()})
+        << tensor.title();
+  }
+  EXPECT_GT(turned, 0);
+}
+
 TEST(CheckpointProperty, MustBeTheFilesOfItsManifest) {
   Scratch scratch;
   std::mt19937_64 random(5);
@@ -224,6 +241,11 @@ TEST(CheckpointProperty, MustBeTheFilesOfItsManifest) {
   EXPECT_THAT(said([](Manifest& m, std::string&) { m.tensors[0].dtype = "I32"; }),
               HasSubstr("another dtype or length"));
   EXPECT_THAT(said([](Manifest& m, std::string&) { m.tensors[0].shape = {5, 3}; }),
+              HasSubstr("another dtype or length"));
+  EXPECT_THAT(said([](Manifest& m, std::string&) {  // the whole of it in the place of a part
+                const Part whole = m.tensors[0].parts[0];
+                m.tensors[0].parts = {{whole.file, 0, 1, whole.checksum}, {whole.file, 1, whole.end, whole.checksum}};
+              }),
               HasSubstr("another dtype or length"));
   EXPECT_THAT(said([](Manifest& m, std::string&) {
                 m.tensors[1] = m.tensors[0];
@@ -456,11 +478,14 @@ TEST(Names, OfTheNewestAreThoseOfWholeFiles) {
   EXPECT_TRUE(is_checkpoint(first));
   EXPECT_FALSE(is_checkpoint(root));
   EXPECT_EQ(newest_in(root), second);
-  std::filesystem::resize_file(second + "/part-1", std::filesystem::file_size(second + "/part-1") - 1);
-  std::vector<std::string> skipped;
-  EXPECT_EQ(newest_in(root, &skipped), first);
-  EXPECT_THAT(skipped, ElementsAre(HasSubstr("part-1' has")));
-  EXPECT_EQ(newest_in(root), first);
+  const auto length = std::filesystem::file_size(second + "/part-1");
+  for (const int more : {-1, 1}) {
+    std::filesystem::resize_file(second + "/part-1", length + static_cast<uintmax_t>(more));
+    std::vector<std::string> skipped;
+    EXPECT_EQ(newest_in(root, &skipped), first) << more;
+    EXPECT_THAT(skipped, ElementsAre(HasSubstr("part-1' has")));
+    EXPECT_EQ(newest_in(root), first);
+  }
   std::filesystem::remove(first + "/part-0");
   EXPECT_EQ(newest_in(root), std::nullopt);
   EXPECT_EQ(newest_in(second), second) << "what is named itself is not judged by its length";
