@@ -383,7 +383,7 @@ TEST(Shm, ClosedGroupsGiveTheirMemoryBack) {
 
 // What a process inherits by a fork is its parent's: whatever it lets go of stays as it is, and the parent goes on.
 TEST(Shm, AForkedProcessLeavesWhatItInheritedToItsParent) {
-  std::latch ended(2);
+  std::latch ended(2), ended_too(2);
   expect_all_well(on_threads(2, [&](int rank, ShmHeap& heap, const Groups& make) {
     Backend group = make(0);
     at::Tensor kept = heap.tensor(5'000, at::kFloat).fill_(rank + 1);
@@ -418,7 +418,16 @@ TEST(Shm, AForkedProcessLeavesWhatItInheritedToItsParent) {
     group->barrier()->wait(milliseconds(20'000));
     EXPECT_TRUE(kept.eq(rank + 1).all().item<bool>());
     EXPECT_TRUE(other.eq(2 - rank).all().item<bool>());
-    group->barrier()->wait(milliseconds(20'000));
+    // Rank 1 leaves the group, and rank 0 has still to read there how it went.
+    const auto last = all_reduce(group, sum);
+    if (rank == 1) {
+      last->wait(milliseconds(20'000));
+      group.reset();
+      heap.keep_window(heap.window(9, at::kFloat));
+    }
+    ended_too.arrive_and_wait();
+    last->wait(milliseconds(20'000));
+    EXPECT_TRUE(sum.eq(6).all().item<bool>());
   }));
 }
 

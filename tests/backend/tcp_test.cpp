@@ -24,6 +24,7 @@
 
 #include "backend/links.h"
 #include "backend/sockets.h"
+#include "backend/support/tcp_ranks.h"
 #include "world/support/drill.h"
 #include "world/support/threads.h"
 
@@ -34,23 +35,11 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-constexpr std::chrono::microseconds kPatience{50};
-
-// Runs `body` on `size` threads, each with a backend. Returns what each threw.
-std::vector<std::string> on_tcp(int size, const std::function<void(int rank, const BackendPtr& backend)>& body,
-                                const c10::intrusive_ptr<c10d::Store>& store = c10::make_intrusive<c10d::HashStore>()) {
-  return on_threads(size, [&](int rank) { body(rank, make_tcp_backend(store, rank, size, "127.0.0.1", kPatience)); });
-}
 
 WorkPtr all_reduce(const BackendPtr& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> one{tensor};
   return backend->allreduce(one);
 }
-
-void expect_all(const at::Tensor& tensor, double value) { EXPECT_TRUE(tensor.eq(value).all().item<bool>()); }
 
 TEST(Tcp, CarriesEveryVerbDtypeAndLength) {
   for (const int size : {2, 5}) {
@@ -173,47 +162,6 @@ TEST(Tcp, AMessageOfAnotherKindNeverFillsThisOnesMemory) {
       expect_all(memory[0], -1);
     }
   }));
-}
-
-TEST(Tcp, RanksThatCallDifferentCollectivesAreToldBoth) {
-  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
-    at::Tensor mine = at::ones({100}), all = at::zeros({200});
-    (rank == 0 ? all_reduce(backend, mine) : backend->_allgather_base(all, mine))->wait(seconds(60));
-  });
-  const bool told =
-      thrown[0].find("all_reduce") != std::string::npos && thrown[0].find("all_gather") != std::string::npos;
-  const bool other =
-      thrown[1].find("all_reduce") != std::string::npos && thrown[1].find("all_gather") != std::string::npos;
-  EXPECT_TRUE(told || other) << thrown[0] << "\n" << thrown[1];
-  for (const std::string& text : thrown) EXPECT_NE(text, "");
-}
-
-TEST(Tcp, RanksWhoseTensorsDifferInLengthAreToldBoth) {
-  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
-    all_reduce(backend, at::ones({rank == 0 ? 100 : 500}))->wait(seconds(60));
-  });
-  for (const std::string& text : thrown) EXPECT_NE(text, "");
-  EXPECT_THAT(thrown[0] + thrown[1], AllOf(HasSubstr("called all_reduce (number 1, "), HasSubstr("every rank must")));
-}
-
-TEST(Tcp, TheEndOfARankEndsTheWaitsOfTheOthers) {
-  const auto thrown = on_tcp(3, [](int rank, const BackendPtr& backend) {
-    all_reduce(backend, at::ones({10}))->wait(seconds(60));
-    if (rank == 1) return;
-    all_reduce(backend, at::ones({10}))->wait(seconds(60));
-  });
-  EXPECT_EQ(thrown[1], "");
-  for (const int r : {0, 2}) EXPECT_THAT(thrown[r], HasSubstr("the connection to rank"));
-}
-
-TEST(Tcp, WhatIsDroppedUnfinishedNeitherHangsNorIsWritten) {
-  const auto thrown = on_tcp(2, [](int rank, const BackendPtr& backend) {
-    const at::Tensor warm = at::ones({10});
-    all_reduce(backend, warm)->wait(seconds(60));
-    if (rank == 1) all_reduce(backend, at::ones({3'000'000}));  // nobody waits, and rank 0 never comes
-    backend->shutdown();
-  });
-  expect_all_well(thrown);
 }
 
 int threads_of_tcp() {
