@@ -114,6 +114,15 @@ def test_what_has_values_already_keeps_them_beside_what_is_on_the_meta_device(bu
         assert model[1].running_var.tolist() == [1.0, 1.0] and model[1].num_batches_tracked.item() == 0
 
 
+def test_what_was_on_the_meta_device_has_its_dtype_and_its_order_of_elements() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(3)).bfloat16()  # type: ignore[call-overload]
+    expected = [(name, one.dtype, one.stride()) for name, one in (*model.named_parameters(), *model.named_buffers())]
+    with plumb.Engine(model, plumb.SGD(lr=0.1)):
+        assert [(name, one.dtype, one.stride()) for name, one in (*model.named_parameters(), *model.named_buffers())] == expected
+        assert {dtype for _, dtype, _ in expected} == {torch.bfloat16, torch.int64}
+
+
 def test_a_model_that_is_built_later_is_whole() -> None:
     def build() -> list[int]:
         alone = plumb.World()

@@ -141,6 +141,11 @@ def test_of_several_places_that_were_given_something_else_each_is_looked_at() ->
     engine.step()
     model.last.weight = kept  # there again
     engine.step()
+    model.last.gain = nn.Parameter(torch.ones(1))  # and who came beside is noticed
+    with pytest.raises(plumb.Error, match="parameter 'last.gain' came into the model"):
+        engine.step()
+    del model.last.gain
+    engine.step()
     model.first.weight = nn.Parameter(model.first.weight.detach().clone())
     with pytest.raises(plumb.Error, match="parameter 'first.weight' was replaced"):
         engine.step()

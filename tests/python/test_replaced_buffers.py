@@ -90,6 +90,7 @@ def saved(folder: str) -> list[float]:
     engine.step()
     assert torch.equal(x, inputs(0, engine.world.rank))  # which the model kept: nobody writes into it
     assert torch.equal(model.last, inputs(0, 0))
+    assert (model.last is x) == (engine.world.rank == 0), "rank 0's is what its forward put there"
     model.mean = model.mean + engine.world.rank
     engine.save(folder)
     return model.mean.tolist()
@@ -126,12 +127,12 @@ def test_so_it_is_by_every_other_way_of_saving_and_loading(tmp_path: Path, way: 
 
 
 def of_another_kind() -> list[Any]:
-    """Of another dtype than the one before, or with a graph: each rank's own, and no error."""
+    """Of another dtype or layout than the one before, or with a graph: each rank's own, and no error."""
     model = Mean()
     engine = plumb.Engine(model, plumb.SGD(lr=0.1))
     rank = engine.world.rank
     seen = []
-    for made in torch.full((4,), 1.0 + rank, dtype=torch.float64), model.layer.weight[0] * (1.0 + rank):
+    for made in torch.full((4,), 1.0 + rank, dtype=torch.float64), model.layer.weight[0] * (1.0 + rank), torch.full((4,), 1.0 + rank).to_sparse():
         model.layer(inputs(rank, 0)).sum().backward()
         model.mean = made
         engine.step()
@@ -141,4 +142,4 @@ def of_another_kind() -> list[Any]:
 
 
 def test_a_buffer_of_another_dtype_or_with_a_graph_is_each_ranks_own() -> None:
-    assert plumb.spawn(of_another_kind, 2) == [[(True, False), (True, True)]] * 2
+    assert plumb.spawn(of_another_kind, 2) == [[(True, False), (True, True), (True, False)]] * 2
