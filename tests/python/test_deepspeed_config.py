@@ -109,6 +109,27 @@ def test_values_at_the_edge_are_taken(more: dict[str, Any], key: str, value: Any
     assert found == value and type(found) is type(value)
 
 
+def test_dtypes_are_known_by_all_their_names_and_told_as_they_were_meant() -> None:
+    names = {
+        torch.float32: ("fp32", "float32", "float", "torch.float32"), torch.float16: ("fp16", "float16", "half", "torch.float16"),
+        torch.bfloat16: ("bf16", "bfp16", "bfloat16", "torch.bfloat16"),
+    }  # fmt: skip
+    for dtype, each in names.items():
+        for name in (*each, dtype):
+            assert Config({"train_batch_size": 2, "communication_data_type": name}, 2)["communication_data_type"] == dtype, name
+
+
+def test_an_engine_tells_the_loss_scale_as_its_config_says_it() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 3, "consecutive_hysteresis": True, "min_loss_scale": 4}
+    for stage in (0, 1):  # also where each skipped step halves it
+        engine = engine_of(stage=stage, fp16=fp16, prescale_gradients=bool(stage))
+        told = {"init_scale": 32.0, "scale_window": 7, "delayed_shift": 3, "consecutive_hysteresis": True, "min_scale": 4.0}
+        assert engine.dynamic_loss_scale_args() == told and engine.initial_dynamic_scale() == 32.0 and engine.dynamic_loss_scale()
+        assert engine.postscale_gradients() == (stage == 0) and engine.get_data_types() == (torch.float16, torch.float16)
+    fixed = engine_of(fp16={"enabled": True, "loss_scale": 8})
+    assert not fixed.dynamic_loss_scale() and fixed.initial_dynamic_scale() == 2.0**16 and fixed.loss_scale() == 8
+
+
 def test_sums_are_as_wide_as_parameters_at_least() -> None:
     def sums(**more: Any) -> torch.dtype | None:
         return Config({"train_batch_size": 2, **more}, 1).sums
@@ -320,7 +341,7 @@ class Buffers(nn.Module):
 KEPT = [  # keep_in_fp32_modules, buffer_dtype, what half precision -> the buffers that are f32
     ("auto", None, "bf16", {"bias_of_experts", "table"}), ("auto", "bf16", "bf16", {"bias_of_experts"}),
     ("auto", "fp16", "fp16", {"bias_of_experts", "table"}), ([], "bf16", "bf16", set()), ([], None, "bf16", {"table"}),
-    (["tab*"], "bf16", "bf16", {"table"}), (["inner.table", "other"], "fp16", "fp16", {"table"}), ("auto", "bf16", "", set()),
+    (["tab*"], "bf16", "bf16", {"table"}), (["ta*le"], "bf16", "bf16", {"table"}), (["inner.table", "other"], "fp16", "fp16", {"table"}), ("auto", "bf16", "", set()),
 ]  # fmt: skip
 
 

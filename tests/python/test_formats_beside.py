@@ -177,7 +177,10 @@ def test_a_file_of_tensors_begins_where_memory_is_aligned_and_is_whole_or_not_th
     for wrong in (Entry("weight", "b", "", torch.float64, (3,), lambda: torch.arange(3.0)), Entry("weight", "b", "", torch.float32, (1, 3), lambda: torch.arange(3.0))):
         with pytest.raises(plumb.Error, match="it was announced as"):
             files.write_tensors(str(tmp_path / "two.safetensors"), [entry, wrong])
+        with pytest.raises(plumb.Error, match="it was announced as"):
+            files.write_tensors(str(tmp_path / "one.safetensors"), [wrong])
     assert [one.name for one in tmp_path.iterdir()] == ["one.safetensors"], "nothing unfinished is left"
+    assert (tmp_path / "one.safetensors").read_bytes() == raw, "and what was there is"
 
 
 def parted(values: list[torch.Tensor], stage: int, rank: int) -> torch.Tensor:

@@ -180,6 +180,31 @@ def test_the_state_of_a_parameter_that_is_frozen_now_is_not_dropped_in_silence(t
         assert said == "" and found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_groups_are_those_of_before_and_get_all_that_was_kept_in_them(tmp_path: Path) -> None:
+    """A schedule that begins late finds its first rates; the same parameters in other groups are told."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    parameters = list(model.parameters())
+
+    def optimizer(first: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:first], "lr": 0.1}, {"params": parameters[first:], "lr": 0.2}], lr=0.3)
+
+    before = optimizer(2)
+    schedule = torch.optim.lr_scheduler.StepLR(before, 1, 0.5)
+    with plumb.Engine(model, before) as engine:
+        model(torch.ones(1, 2)).sum().backward()
+        engine.step()
+        schedule.step()
+        engine.save(tmp_path)
+    fresh = optimizer(2)
+    with plumb.Engine(model, fresh) as engine:
+        engine.load(tmp_path)
+        late = torch.optim.lr_scheduler.StepLR(fresh, 1, 0.5, last_epoch=schedule.last_epoch)
+        assert late.base_lrs == [0.1, 0.2] and [group["initial_lr"] for group in fresh.param_groups] == [0.1, 0.2]
+    for first in (1, 3):
+        with plumb.Engine(model, optimizer(first)) as engine, pytest.raises(plumb.Error, match=rf"groups hold \[{first}, {4 - first}\] parameters, and those of the checkpoint \[2, 2\]"):
+            engine.load(tmp_path)
+
+
 def test_names_the_parameters_that_differ(tmp_path: Path) -> None:
     model, _, engine = in_process("adamw")
     engine.save(tmp_path)

@@ -225,6 +225,38 @@ def test_shards_are_for_checkpoints_alone() -> None:
     assert json.dumps([list(value.shape)]) == "[[3]]" and "Shards" in repr(value)
 
 
+def saves_again(folder: str, again: str) -> None:
+    """What was loaded is saved before anything has stepped: each piece still lies where it did."""
+    dist.init_process_group("gloo")
+    model, engine = build("AdamW", "zero2", True)
+    dcp.load({"engine": engine}, checkpoint_id=folder)
+    dcp.save({"engine": engine}, checkpoint_id=again)
+    engine.close()
+    dist.barrier()
+
+
+def test_what_was_loaded_may_be_saved_before_a_step(tmp_path: Path) -> None:
+    first, again = str(tmp_path / "first"), str(tmp_path / "again")
+    undisturbed = plumb.spawn(play, 1, ("AdamW", "ddp", True, first, "save", 3))[0]
+    plumb.spawn(saves_again, 2, (first, again))
+    found, expected = (plumb.spawn(play, 1, ("AdamW", "ddp", True, one, "load", 6))[0] for one in (again, first))
+    assert found == expected != undisturbed
+
+
+def test_a_state_that_is_asked_for_before_the_first_step_is_no_step() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with plumb.Engine(model, optimizer, strategy="zero2") as engine:
+        assert engine.state_dict()["optim"]["state"]["weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert not seen and engine.steps == 0 and not optimizer.state
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert seen == ["before", "after"]
+
+
 class Warm(torch.optim.SGD):
     """Keeps something of no parameter in particular."""
 
