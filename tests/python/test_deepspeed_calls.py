@@ -310,6 +310,23 @@ def turned() -> None:
     utils.safe_set_local_grad(model.weight, utils.safe_get_local_grad(model.weight) * 2)
     torch.testing.assert_close(utils.safe_get_full_grad(model.weight), gradient * 2)
     engine.destroy()
+    for half in ({}, {"bf16": {"enabled": True}}):
+        lamb = {"type": "Lamb", "params": {"lr": 0.01, "betas": [0.5, 0.75]}}
+        engine = deepspeed.initialize(model=model, config=config_of(stage=1, optimizer=lamb, gradient_clipping=0.0, **half))[0]
+        for bring in (lambda: None, lambda: utils.safe_set_full_optimizer_state(model.weight, gradient.square(), "exp_avg")):
+            model.weight.grad = gradient.to(model.weight.dtype)
+            engine.step()
+            bring()
+        torch.testing.assert_close(utils.safe_get_full_optimizer_state(model.weight, "exp_avg"), gradient.square())
+        local = utils.safe_get_local_optimizer_state(model.weight, "exp_avg")
+        if local is not None:  # the owner's
+            torch.testing.assert_close(local.as_strided((6, 4), (1, 6)), gradient.square())
+            utils.safe_set_local_optimizer_state(model.weight, local * 3, "exp_avg")
+        torch.testing.assert_close(utils.safe_get_full_optimizer_state(model.weight, "exp_avg"), gradient.square() * 3)
+        value = torch.linspace(-1, 1, 24).view(6, 4)  # not of bf16
+        utils.safe_set_full_fp32_param(model.weight, value)
+        assert torch.equal(utils.safe_get_full_fp32_param(model.weight), value)
+        engine.destroy()
 
 
 def together() -> list[Any]:

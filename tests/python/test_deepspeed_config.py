@@ -347,11 +347,20 @@ KEPT = [  # keep_in_fp32_modules, buffer_dtype, what half precision -> the buffe
 
 @pytest.mark.parametrize(("keep", "buffers", "half", "wanted"), KEPT)
 def test_buffers_that_a_model_names_stay_f32(keep: Any, buffers: str | None, half: str, wanted: set[str]) -> None:
-    model = nn.ModuleDict({"inner": Buffers()})
+    model = nn.ModuleDict({"inner": Buffers(), "outside": nn.Module()})
+    model["outside"].register_buffer("bias_of_nobody", torch.ones(2, dtype=torch.bfloat16))  # what a module names is its own
     config = config_of(data_types={"keep_in_fp32_modules": keep, **({"buffer_dtype": buffers} if buffers else {})})
     deepspeed.initialize(model=model, config={**config, **({half: {"enabled": True}} if half else {})})
     assert {name.split(".")[1] for name, buffer in model.named_buffers() if buffer.dtype == torch.float32} == wanted
     assert model["inner"].count.dtype == torch.int64
+
+
+@pytest.mark.parametrize("what", ["offload_optimizer", "offload_param"])
+def test_offloading_from_another_device_is_told_with_the_parameter(what: str) -> None:
+    given = {"train_batch_size": 2, "zero_optimization": {what: {"device": "cpu"}}}
+    build.cast(nn.Linear(2, 2), Config(given, 1))
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="not supported here, and 'weight' is on meta"):
+        build.cast(nn.Linear(2, 2, device="meta"), Config(given, 1))
 
 
 def test_names_of_buffers_are_a_list() -> None:

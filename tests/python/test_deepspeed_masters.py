@@ -20,6 +20,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.later = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first.weight = nn.Parameter(self.first.weight.detach().clone().t())  # whose memory is in another order than its shape
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         x = self.first(x)

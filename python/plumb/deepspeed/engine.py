@@ -342,12 +342,15 @@ class DeepSpeedEngine(Settings):
             if leaf is not None:  # otherwise its first gradient is still to come
                 del self._told[id(parameter)]
             if leaf is not None and leaf.dtype != parameter.dtype:
-                begin, end = self.engine._engine.updated_range(parameter)
-                flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
-                flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
-                mine = flat[begin:end].to(leaf.device)
+                mine = value
+                if leaf.shape != parameter.shape:  # a piece, in the order of the parameter's memory
+                    begin, end = self.engine._engine.updated_range(parameter)
+                    flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+                    flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+                    mine = flat[begin:end].view(leaf.shape)
+                mine = mine.to(leaf.device)
                 # Whoever changed the parameter since has the last word.
-                leaf.copy_(torch.where(mine.to(parameter.dtype) == leaf.reshape(-1).to(parameter.dtype), mine, leaf.reshape(-1)).view_as(leaf))
+                leaf.copy_(torch.where(mine.to(parameter.dtype) == leaf.to(parameter.dtype), mine, leaf))
 
     def steps_taken(self) -> bool:
         return self.global_steps > self.skipped_steps

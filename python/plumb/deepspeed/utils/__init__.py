@@ -53,16 +53,30 @@ def _flat(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+def _part(param: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+    """This rank's part as the optimizer has it, which is of the parameter's own shape where ranks own whole ones: flat, in that order."""
+    return _flat(param, mine) if mine.shape == param.shape else mine.reshape(-1)
+
+
+def _write(param: torch.Tensor, mine: torch.Tensor, value: torch.Tensor) -> None:
+    """Into this rank's part, from a whole value."""
+    if mine.shape == param.shape:
+        mine.copy_(value.reshape(param.shape))
+    else:
+        begin, end = _range(param)
+        mine.view(-1).copy_(_flat(param, value)[begin:end])
+
+
 # ---- f32 parameters
 
 
 def _master(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the f32 master, flat; None: there is none (yet), and the parameter is the truth."""
+    """This rank's part of the f32 master; None: there is none (yet), and the parameter is the truth."""
     owner = _owner(param)
     leaf = owner.leaf_of(param)
     if leaf is None:
         return owner.loaded_master(param)
-    return None if leaf.dtype == param.dtype else leaf.detach().reshape(-1)
+    return None if leaf.dtype == param.dtype else leaf.detach()
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -74,7 +88,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     told = owner.told(param)
     if master is None and told is None:
         return shown.float()
-    whole = owner.engine._engine.assemble(param, master) if master is not None else told
+    whole = owner.engine._engine.assemble(param, _part(param, master)) if master is not None else told
     assert whole is not None
     # The parameter is the truth: a master that does not round to it any more follows it at the next step.
     return torch.where(whole.to(shown.dtype) == shown, whole, shown.float())
@@ -86,8 +100,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     with owner.engine.gathered([param], write=True):
         param.copy_(value.reshape(param.shape))
     if master is not None:  # to the last bit; the parameter is what it rounds to
-        begin, end = _range(param)
-        master.copy_(_flat(param, value)[begin:end])
+        _write(param, master, value)
     elif param.dtype != torch.float32:
         owner.tell(param, value)
 
@@ -199,7 +212,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
             raise ConfigError(f"'{optim_state_key}' has another shape than its parameter; it is {one} on rank {rank}")
     if mine is None:  # another rank's alone
         return owner.engine._engine.assemble(param, torch.zeros(0, dtype=owner.dtype_of_state(param), device=param.device))
-    return owner.engine._engine.assemble(param, mine)
+    return owner.engine._engine.assemble(param, _part(param, mine))
 
 
 @torch.no_grad()
@@ -214,13 +227,12 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     if not owner.in_pieces(param):
         mine.copy_(value.reshape(mine.shape))
     else:
-        begin, end = _range(param)
-        mine.view(-1).copy_(_flat(param, value)[begin:end])
+        _write(param, mine, value)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     mine = _state(param, optim_state_key)
-    return None if mine is None else mine.detach().clone().reshape(-1)
+    return None if mine is None else _part(param, mine.detach()).clone()
 
 
 @torch.no_grad()
@@ -228,4 +240,5 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     mine = _state(param, optim_state_key)
     if mine is None:
         raise ConfigError(f"the optimizer has no '{optim_state_key}' for this parameter on this rank")
-    mine.copy_(value.reshape(mine.shape))
+    turned = mine.shape == param.shape
+    mine.copy_(value.reshape(-1).as_strided(param.shape, param.stride()) if turned else value.reshape(mine.shape))
