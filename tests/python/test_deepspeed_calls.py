@@ -153,6 +153,19 @@ def test_the_thin_object_passes_on_what_it_is_given() -> None:
     assert engine.optimizer.defaults is engine.basic_optimizer.defaults
 
 
+def test_state_of_a_whole_parameter_is_written_where_it_is() -> None:
+    engine = engine_of(stage=0, gradient_clipping=0.0)
+    engine.backward(engine(*batch(0, 0)))
+    engine.step()
+    head = engine.module.head.weight
+    for write, read in ((utils.safe_set_full_optimizer_state, utils.safe_get_full_optimizer_state), (utils.safe_set_local_optimizer_state, utils.safe_get_local_optimizer_state)):
+        value = torch.randn(head.shape)
+        write(head, value, "exp_avg")
+        assert torch.equal(engine.basic_optimizer.state[head]["exp_avg"], value) and torch.equal(read(head, "exp_avg").view(head.shape), value)
+        read(head, "exp_avg").zero_()  # a copy
+        assert torch.equal(engine.basic_optimizer.state[head]["exp_avg"], value)
+
+
 def test_states_are_taken_as_modules_take_them() -> None:
     engine = engine_of(stage=1)
     kept = engine.module_state_dict(keep_vars=True)
@@ -278,6 +291,24 @@ def whole_states() -> list[Any]:
     return [sum(one.numel() for one in local if one is not None), sum(p.numel() for p in parameters)]
 
 
+def of_two_kinds() -> float:
+    """One loss of an engine that sums over ranks and of one that takes the mean, whichever is asked."""
+    far = []
+    for asked, gas in (("sum", 1), ("mean", 1), ("sum", 2), ("mean", 2)):
+        engines = {op: engine_of(gas=gas, optimizer=SGD, gradient_clipping=0.0, gradient_allreduce_op=op) for op in ("sum", "mean")}
+        twin = make()
+        x = batch(engines["sum"].global_rank, 0)
+        engines[asked].backward(engines["sum"](*x) + engines["mean"](*x))
+        for rank in range(2):
+            (twin(*batch(rank, 0)) / gas).backward()
+        for op, engine in engines.items():
+            engine.engine.step()  # of what is held
+            expected = make().head.weight - 0.1 * twin.head.weight.grad / (1 if op == "sum" else 2)
+            far.append(float((engine.module.head.weight - expected).abs().max()))
+            engine.destroy()
+    return max(far)
+
+
 def shapes_of_its_own() -> None:
     """State that is not of each element is told on every rank, also on those that have nothing of the parameter."""
     model = make()
@@ -332,7 +363,7 @@ def turned() -> None:
 def together() -> list[Any]:
     turned()
     shapes_of_its_own()
-    return [by_hand(), *whole_states()]
+    return [max(by_hand(), of_two_kinds()), *whole_states()]
 
 
 def test_sums_by_hand_states_of_owners_and_parts_in_other_orders() -> None:

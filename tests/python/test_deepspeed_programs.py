@@ -9,6 +9,7 @@ import torch
 
 import plumb
 import plumb.deepspeed as deepspeed
+from plumb.deepspeed import share
 from deepspeeds import HIDDEN, batch, config_of, engine_of, make
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -140,6 +141,7 @@ def test_a_loss_through_several_engines_is_divided_once(stage: int) -> None:
                 assert (found is None) == (q.grad is None) and (found is None or torch.allclose(found, q.grad, rtol=1e-4, atol=1e-6)), way
             engine.zero_grad()
             twin.zero_grad()
+        assert not share._begun, "and keeps no engine"
     front.destroy()
     back.destroy()
 

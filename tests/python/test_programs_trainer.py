@@ -168,9 +168,11 @@ def in_turn(row: str, devices: int, folder: str) -> tuple[Parameters, list[float
     last = trainer()
     last.fit(model, loader(last))
     last.save_checkpoint(paths[2])
-    other = trainer()  # which finds the model as that of before left it
+    other, fresh = trainer(), Net()  # a Trainer finds the model as that of before left it
+    with torch.no_grad():
+        fresh.layers[0].weight.add_(last.global_rank)  # the first rank's is everybody's
     for one, by, path in (
-        (Net(), last, paths[1]), (model, last, paths[0]), (Net(), last, None), (model, other, paths[2]), (model, trainer(), None),
+        (Net(), last, paths[1]), (model, last, paths[0]), (fresh, last, None), (model, other, paths[2]), (model, trainer(), None),
     ):  # fmt: skip
         losses.append(by.test(one, loader(by), ckpt_path=path, verbose=False)[0]["loss"])
     ends = torch.load(paths[2], weights_only=False)["state_dict"]

@@ -102,7 +102,7 @@ class DeepSpeedEngine(Settings):
             inputs, kwargs = cast(inputs), cast(kwargs)
         with self._autocast():
             output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self._share() != 1.0:
+        if torch.is_grad_enabled() and (self._share() != 1.0 or share.anybody_sums):
             output = _map(lambda tensor: share.shared(tensor, self) if tensor.requires_grad else tensor, output)
         return output
 

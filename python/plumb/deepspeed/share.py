@@ -21,10 +21,16 @@ _engines: "weakref.WeakValueDictionary[int, DeepSpeedEngine]" = weakref.WeakValu
 _numbers = itertools.count()
 
 
+#: Whether an engine takes the sum over ranks for the mean: its backward may reach one that does not.
+anybody_sums = False
+
+
 def number(engine: "DeepSpeedEngine") -> int:
     """A new one, by which compiled graphs know the engine."""
+    global anybody_sums
     mine = next(_numbers)
     _engines[mine] = engine
+    anybody_sums = anybody_sums or engine._times() != 1
     return mine
 
 
