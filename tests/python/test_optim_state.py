@@ -16,7 +16,7 @@ from stage import Block, Net, Play, distance, make, step_twin
 
 def forgets(how: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     state: Any = optimizer.state
-    if how == "pop":
+    if how.startswith("pop"):
         state.pop(parameter, None)
     elif how == "del, if it is there" and parameter in state:
         del state[parameter]
@@ -31,7 +31,7 @@ def forgets(how: str, optimizer: torch.optim.Optimizer, parameter: torch.Tensor)
         state.clear()
 
 
-HOWS = ["nothing", "pop", "del, if it is there", "an empty one", "another's", "all of it", "clear"]
+HOWS = ["nothing", "pop", "pop what was loaded", "del, if it is there", "an empty one", "another's", "all of it", "clear"]
 
 
 def forgetful(start: Net, strategy: str, how: str, kind: Any, elementwise: bool | None) -> float:
@@ -45,6 +45,8 @@ def forgetful(start: Net, strategy: str, how: str, kind: Any, elementwise: bool 
             mine.zero_grad()
             step_twin(twin, theirs, engine.world.size, number)
             if number % 2:
+                if how == "pop what was loaded":
+                    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
                 for one, optimizer in ((model, mine), (twin, theirs)):
                     forgets(how, optimizer, one.blocks[1].up.weight)
                     forgets(how, optimizer, one.last.bias)

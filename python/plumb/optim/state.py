@@ -72,10 +72,11 @@ class State(defaultdict[Any, Values]):
             " would have, of the whole parameter"
         )
 
-    def __copy__(self) -> defaultdict[Any, Values]:
+    def __copy__(self) -> Any:
         return defaultdict(dict, self)
 
-    copy = __copy__
+    def copy(self) -> Any:
+        return defaultdict(dict, self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return defaultdict, (dict, dict(self))
