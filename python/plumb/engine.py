@@ -203,6 +203,7 @@ class Engine(Saving):
             self._handles += _units.hook(unit, door, parameters)
         if own:
             compiled.forget_graphs()
+            _units.let_transforms_in()
         if isinstance(optimizer, torch.optim.Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: check_model()))
             follow, rank, known = self._follow, self.world.rank, frozenset(id(parameter) for _, parameter in named)

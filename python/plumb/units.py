@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, Union
 
 import torch
 from torch import nn
 
-from ._C import Door, Error
+from ._C import Door, Error, set_aside
 from .deferred import cut
 from .given import uncompiled
 
@@ -138,3 +140,48 @@ def hook(module: nn.Module, door: Door, parameters: list[torch.Tensor]) -> list[
         module.register_forward_pre_hook(_Enter(door, parameters), prepend=True),
         module.register_forward_hook(_Leave(door), always_call=True),
     ]
+
+
+_aside: Any = threading.local()
+_let_in = False
+
+
+def let_transforms_in() -> None:
+    """Transforms of torch.func forbid hooks on saved tensors, and refuse to begin where there are any: ours step aside meanwhile.
+
+    What a transform saves goes through no hooks in any case: units that it runs, or that run it, stay whole until the next backward or
+    step is over.
+    """
+    global _let_in
+    if _let_in:
+        return
+    _let_in = True
+    autograd: Any = torch._C._autograd
+    disable, enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
+
+    @functools.wraps(disable)
+    def without_ours(message: str, *args: Any, **kwargs: Any) -> None:
+        ours = []
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and getattr(top[0], "__name__", "") == "plumb_pack":
+            ours.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        try:
+            disable(message, *args, **kwargs)
+        except BaseException:  # of somebody else's
+            _push(ours)
+            raise
+        _aside.hooks = [*getattr(_aside, "hooks", ()), *ours]
+        if ours:
+            set_aside()
+
+    @functools.wraps(enable)
+    def with_ours() -> None:
+        enable()
+        ours, _aside.hooks = getattr(_aside, "hooks", []), []
+        _push(ours)
+
+    def _push(hooks: list[Any]) -> None:
+        for one in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*one)
+
+    autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = without_ours, with_ours

@@ -5,6 +5,7 @@
 
 #include "bind.h"
 #include "unit/door.h"
+#include "unit/saved.h"
 
 namespace plumb::python {
 namespace {
@@ -32,6 +33,7 @@ void bind_unit(py::module_& module) {
       .def(py::init<>())
       .def("enter", &enter, no_gil())
       .def("leave", &leave, no_gil());
+  module.def("set_aside", &saved::set_aside);
 }
 
 }  // namespace plumb::python

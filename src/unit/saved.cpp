@@ -16,6 +16,7 @@ namespace {
 struct Entry {
   Scope scope;
   Saver* saver = nullptr;  // null: a scope
+  bool aside = false;
 };
 
 thread_local std::vector<Entry> stack;
@@ -122,9 +123,15 @@ void push(Saver& saver) {
   stack.push_back({{}, &saver});
 }
 
-void pop() {
+bool pop() {
+  const bool aside = stack.back().aside;
   stack.pop_back();
   backward::end_saving();
+  return aside;
+}
+
+void set_aside() {
+  for (Entry& entry : stack) entry.aside = true;
 }
 
 std::vector<Scope> scopes() {

@@ -30,9 +30,11 @@ struct Scope {
   std::vector<at::Tensor> parameters{};
 };
 
-// The scopes of this thread.
+// The scopes of this thread. Whether something was saved in the one that ends while hooks were set aside.
 void push(Scope scope);
-void pop();
+bool pop();
+// Until the scopes that are open now end, something may be saved past the hooks: a transform runs, which forbids them.
+void set_aside();
 std::vector<Scope> scopes();
 
 // Whoever saves instead: libtorch asks for one pair of hooks per tensor, and the innermost saver of the thread gives them,

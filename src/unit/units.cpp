@@ -167,7 +167,7 @@ void Units::enter(int unit) {
 }
 
 void Units::leave(int unit) {
-  saved::pop();
+  const bool aside = saved::pop();
   Lock lock(mutex_);
   note_changes(unit);
   // A forward that runs again inside a backward is followed by its own backward.
@@ -176,7 +176,7 @@ void Units::leave(int unit) {
     touch(unit);
   }
   // What transforms save goes through no hooks.
-  if (at::functorch::maybeCurrentDynamicLayer() || !at::SavedTensorDefaultHooks::is_enabled()) {
+  if (aside || at::functorch::maybeCurrentDynamicLayer() || !at::SavedTensorDefaultHooks::is_enabled()) {
     for (Home* home : homes_of_unit_[unit]) home->lingers = true;
   }
   let_go(homes_of_unit_[unit]);
@@ -190,8 +190,13 @@ void Units::hold(const std::vector<at::Tensor>& parameters) {
 }
 
 void Units::let_go(const std::vector<at::Tensor>& parameters) {
-  saved::pop();
-  let_go(homes_of(parameters));
+  const bool aside = saved::pop();
+  const std::vector<Home*> homes = homes_of(parameters);
+  if (aside) {
+    Lock lock(mutex_);
+    for (Home* home : homes) home->lingers = true;
+  }
+  let_go(homes);
 }
 
 void Units::begin_update() {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import plumb
 import plumb.deepspeed
@@ -104,3 +106,83 @@ def test_forwards_without_hooks_on_saved_tensors() -> None:
     alone = plumb.spawn(without_hooks, 1)[0]
     for said in plumb.spawn(without_hooks, 2):
         assert said == pytest.approx(alone)
+
+
+def by_sample(plain: nn.Module, rank: int) -> list[torch.Tensor]:
+    """Each sample's gradients, as private training clips them; and the slope of a loss after a step that is differentiated through."""
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    def loss(parameters: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+        return functional_call(plain, parameters, (one,)).pow(2).sum()
+
+    parameters = dict(plain.named_parameters())
+    apart = {name: parameter.detach() for name, parameter in parameters.items()}
+    made = list(vmap(grad(loss), (None, 0))(apart, x).values())
+    slopes = grad(loss)(parameters, x)
+    loss({name: parameter - 0.1 * slopes[name] for name, parameter in parameters.items()}, x).backward()
+    return [one.detach() for one in made]
+
+
+def inside_of_gathered(start: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    plain = copy.deepcopy(start)
+    with plumb.Engine(plain, plumb.SGD(lr=0.1), strategy="zero3", units=[nn.Linear]) as engine:
+        with engine.gathered(plain):
+            made = by_sample(plain, engine.world.rank)
+            again = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+            with again, pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):  # somebody else's
+                by_sample(plain, engine.world.rank)
+            plain(torch.ones(1, 4, dtype=torch.float64))
+        return made, [engine.full_gradient(parameter) for parameter in plain.parameters()]  # type: ignore[misc]
+
+
+def test_transforms_begin_inside_of_gathered() -> None:
+    twin, start = model(), model()
+    expected = [by_sample(twin, rank) for rank in range(2)]
+    for rank, (made, gradients) in enumerate(plumb.spawn(inside_of_gathered, 2, (start,), method="thread")):
+        torch.testing.assert_close(made, expected[rank])
+        torch.testing.assert_close(gradients, [parameter.grad / 2 for parameter in twin.parameters()])  # type: ignore[operator]
+
+
+class Forces(nn.Module):
+    """A unit that runs a transform in its own forward: the slope of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x))).sum()  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - vmap(grad(self.energy))(x)
+
+
+def moves(face: str) -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    plain = nn.Sequential(Forces(), Forces()).double()
+    twin, units = copy.deepcopy(plain), [Forces, nn.Linear] if face == "units in units" else [Forces]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine: Any = None
+    if face == "fully_shard":
+        plumb.fully_shard(plain[0])
+        plumb.fully_shard(plain)
+    else:
+        engine = plumb.Engine(plain, optimizer, strategy="zero3", units=units)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(2):
+        for one, ranks in ((plain, [dist.get_rank()]), (twin, [0, 1])):
+            for rank in ranks:
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+                (one(x).pow(2).sum() / len(ranks)).backward()
+        for step in (optimizer, other):
+            step.step()
+            step.zero_grad()
+    assert engine is None or engine.gathered_bytes == 0
+    wholes = [engine.full_parameter(one) if engine is not None else one.full_tensor() for one in plain.parameters()]  # type: ignore[attr-defined]
+    return max(float((whole - one).abs().max()) for whole, one in zip(wholes, twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("face", ["zero3", "units in units", "fully_shard"])
+def test_a_unit_runs_transforms_in_its_forward(face: str) -> None:
+    assert max(plumb.spawn(moves, 2, (face,))) < 1e-12

@@ -19,6 +19,7 @@ from torch import nn
 from .. import _C, compiled, replaced
 from ..optim.compared import settings
 from .sharded import Sharded, ShardedParameter, something_to_train
+from ..units import let_transforms_in
 from ..world import of_mesh, remember
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Engine:
         replaced.watch(self)
         self._newcomers = self._watch_newcomers(root, world.rank)
         compiled.watch()
+        let_transforms_in()
         remember(self)
         self.whole = all(one.cut.shards == 1 for one in self.parameters)
         shards = dict(self.native.shards())
