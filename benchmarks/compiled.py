@@ -105,6 +105,8 @@ SHARDED: dict[str, Callable[[Any], Step]] = {
     "plumb zero3, compiled": lambda module: compiled(engine(module, "zero3")),
     "plumb zero3, one graph": lambda module: compiled(engine(module, "zero3"), fullgraph=True),
     "plumb zero3, eager": lambda module: engine(module, "zero3"),
+    "each rank alone, eager": plain,
+    "each rank alone, blocks compiled": blocks_compiled(plain),  # as many graphs as zero3's, and nothing of ours
     "FSDP2, compiled": lambda module: compiled(fsdp2(module)),
     "FSDP2, blocks compiled": blocks_compiled(fsdp2),
     "FSDP2, eager": fsdp2,
