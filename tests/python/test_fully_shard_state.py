@@ -141,8 +141,11 @@ def a_model_changes_its_dtype_before_it_runs() -> None:
     reference = mlps()
     reference.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
     train_both(model, reference)
-    with pytest.raises(plumb.Error, match="before"):
-        model.half()
+    for by_hand in (False, True):
+        if by_hand:
+            model[0].unshard()
+        with pytest.raises(plumb.Error, match="before"):
+            model.half()
 
 
 # ---- arguments and methods
