@@ -30,7 +30,7 @@ void Absence::make_up(const std::deque<Sink>& sinks, const Agreement& all, std::
   at::NoGradGuard no_grad;
   for (const Sink& sink : sinks) {
     const auto index = static_cast<size_t>(sink.index);
-    if (!all.any.intact[index]) continue;
+    if (!all.any.intact[index] && !all.any.extended[index]) continue;
     late[static_cast<size_t>(sink.slot.bucket)] = true;
     if (now_ && sink.grad().defined() && means_[index].defined()) sink.grad().add_(means_[index]);
   }

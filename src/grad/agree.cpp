@@ -31,7 +31,8 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.cleared = changes_.cleared();
   mine.touched = changes_.touched();
   mine.intact = changes_.intact();
-  for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact})
+  mine.extended = changes_.extended();
+  for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact, &mine.extended})
     bits->resize(sinks().size());  // newcomers: nothing yet
   const auto units = gathering.lock();
   if (units) mine.gathers = units->settle();
@@ -72,7 +73,7 @@ Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
   mine.rules = buckets_.rules_digest();
   mine.late.resize(buckets_.size());
   mine.idle.resize(buckets_.size());
-  for (auto* bits : {&mine.used, &mine.changed, &mine.cleared, &mine.touched, &mine.intact})
+  for (auto* bits : {&mine.used, &mine.changed, &mine.cleared, &mine.touched, &mine.intact, &mine.extended})
     bits->resize(sinks().size());
   for (const at::Tensor& parameter : parameters) {
     if (const Sink* sink = members_.find(parameter)) mine.changed[sink->index] = true;

@@ -70,9 +70,19 @@ void Changes::check_parameters(const std::deque<Sink>& sinks, const Agreement& a
 
 // ---- gradients
 
-void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool undecided) {
+void Changes::look_at_gradients(const std::deque<Sink>& sinks, bool held, bool absent) {
+  // It was intact before the first contribution that is held, and nobody but those was there since.
+  std::vector<bool> extended(sinks.size());
+  for (const Sink& sink : sinks) {
+    const auto index = static_cast<size_t>(sink.index);
+    if (!held || absent || index >= intact_.size()) continue;
+    const bool is_left =
+        sink.grad_mirrored() ? !sink.changed_beside_view() : sink.grad_shows_view() && !sink.changed_in_place();
+    extended[index] = is_left && (intact_[index] || extended_[index]);
+  }
+  extended_ = std::move(extended);
   for (auto* bits : {&cleared_, &touched_, &intact_}) bits->assign(sinks.size(), false);
-  if (team_.size() == 1 || undecided) return;
+  if (team_.size() == 1 || held || absent) return;
   for (const Sink& sink : sinks) {
     const auto index = static_cast<size_t>(sink.index);
     if (!sink.agreed) continue;

@@ -24,12 +24,13 @@ class Changes {
   // Whatever one rank changed must have the same values on all. Collective where somebody did.
   void check_parameters(const std::deque<Sink>& sinks, const Agreement& all, const Where& where);
 
-  // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. `undecided`: they
-  // do not agree on any, since contributions wait for their reduction, or this rank has none of them.
-  void look_at_gradients(const std::deque<Sink>& sinks, bool undecided);
+  // Before a pass, and before a step: what became of each gradient since the ranks last agreed on it. They agree on none
+  // while contributions wait for their reduction (`held`), nor with a rank that is absent.
+  void look_at_gradients(const std::deque<Sink>& sinks, bool held, bool absent);
   const std::vector<bool>& cleared() const { return cleared_; }
   const std::vector<bool>& touched() const { return touched_; }
   const std::vector<bool>& intact() const { return intact_; }
+  const std::vector<bool>& extended() const { return extended_; }
   // An Error, on every rank, if one rank cleared or changed a gradient and another did not.
   void check_gradients(const std::deque<Sink>& sinks, const Agreement& all) const;
 
@@ -44,7 +45,7 @@ class Changes {
   Team& team_;
   bool watches_parameters_;  // whether ranks could change them differently, and a step alone should
   std::vector<Seen> seen_;   // by sink
-  std::vector<bool> cleared_, touched_, intact_;
+  std::vector<bool> cleared_, touched_, intact_, extended_;
 };
 
 }  // namespace plumb

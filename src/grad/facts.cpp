@@ -39,7 +39,8 @@ std::vector<bool> unpack_bits(std::span<const int64_t>& words, size_t count) {
 
 // The words before the bits: those in which all ranks must agree first.
 constexpr size_t kAlike = 6, kHead = 12;
-constexpr std::array kByParameter = {&Facts::used, &Facts::changed, &Facts::cleared, &Facts::touched, &Facts::intact};
+constexpr std::array kByParameter = {&Facts::used,    &Facts::changed, &Facts::cleared,
+                                     &Facts::touched, &Facts::intact,  &Facts::extended};
 
 std::string told(const std::vector<std::string>& names, const Facts& facts) {
   if (facts.writes) return "is in " + write_call(names, facts.changed);

@@ -33,6 +33,8 @@ struct Facts {
   std::vector<bool> changed;  // at a step: the user changed the parameter since the last one; or writes it now
   // What the user did to the gradient that the ranks had agreed on; none of them where they had not.
   std::vector<bool> cleared, touched, intact;
+  // What waits for its reduction was added to the gradient that they had agreed on.
+  std::vector<bool> extended;
   double weight = 0;  // of this rank's backwards in this step; travels apart
 
   std::vector<int64_t> pack() const;

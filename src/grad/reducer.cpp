@@ -242,7 +242,7 @@ OpenPass& Reducer::open_pass() {
     if (const std::vector<int> fresh = members_.newcomers(); !fresh.empty()) admit(fresh);
   }
   buckets_.take_back(members_.sinks());
-  changes_.look_at_gradients(members_.sinks(), held_ || absence_.now());
+  changes_.look_at_gradients(members_.sinks(), held_, absence_.now());
   buckets_.untangle(members_.sinks());
   ++passes_;
   ledger_.open_pass(steps_, passes_);
@@ -333,7 +333,7 @@ void Reducer::close_held_pass(OpenPass& pass) {
   if (pass.dropped) {
     --passes_;
   } else {
-    held_ = true;
+    held_ = held_ || !absence_.now();  // an absent rank brings nothing to hold
     summing_->close_held_pass(passes_);
   }
   for (Bucket& bucket : buckets_)

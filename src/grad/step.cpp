@@ -27,7 +27,7 @@ void Reducer::settle_step() {
   try {
     check_nothing_put_off("step()");
     buckets_.take_back(members_.sinks());
-    changes_.look_at_gradients(sinks(), held_ || absence_.now());
+    changes_.look_at_gradients(sinks(), held_, absence_.now());
     buckets_.untangle(members_.sinks());
     buckets_.renew_kept();
     summing_->check_step(passes_, sinks());

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+
 #include "engine/impl.h"
 #include "engine/support/plain.h"
 #include "plumb/plumb.h"
@@ -13,8 +15,9 @@ using namespace test;
 
 class AbsenceIn : public testing::TestWithParam<std::string> {};
 
-// Drawn: who leaves when, what each backward reaches on which rank, whether gradients are cleared before it, in many buckets or one,
-// whether they have a graph of their own, and whether sums are divided by all ranks or by those who are there.
+// Drawn: who leaves when, what each backward reaches on which rank, whether it is reduced, whether gradients are cleared
+// before it, in many buckets or one, whether they have a graph of their own, and whether sums are divided by all ranks or
+// by those who are there.
 TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
   for (uint64_t seed = 1; seed <= 40 && !HasFailure(); ++seed) {
     Draw plan(seed);
@@ -35,14 +38,25 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
       Engine engine(world, named, {}, NoOptimizer{},
                     {.strategy = GetParam(), .bucket_bytes = bucket_bytes, .first_bucket_bytes = bucket_bytes});
       Reducer& reducer = *engine.impl().reducer;
+      std::vector<at::Tensor> waiting(shapes.size());  // the sum of what was not reduced yet
+      std::vector<bool> holds_own(static_cast<size_t>(ranks));
+      const auto add = [](at::Tensor& sum, const at::Tensor& more) { sum = sum.defined() ? sum + more : more; };
       for (int64_t pass = 0; pass < 6; ++pass) {
         SCOPED_TRACE(c10::str("pass ", pass));
         const auto is_there = [&](int rank) { return pass < leaves[static_cast<size_t>(rank)]; };
         int there = 0;
         for (int rank = 0; rank < ranks; ++rank) there += is_there(rank) ? 1 : 0;
-        const int divisor = draw.one_in(2) ? ranks : there;
+        bool left_with_own = false, held = false;
+        for (int rank = 0; rank < ranks; ++rank) {
+          held = held || holds_own[static_cast<size_t>(rank)];
+          left_with_own = left_with_own || (!is_there(rank) && holds_own[static_cast<size_t>(rank)]);
+        }
+        const int divisor = draw.one_in(2) || left_with_own ? ranks : there;
         reducer.divide_by(divisor);
-        const bool clears = draw.one_in(3), graphs = draw.one_in(3);
+        const bool holds = pass < 5 && draw.one_in(3);
+        const bool clears = draw.one_in(3) && !held, graphs = draw.one_in(3) && !holds;
+        SCOPED_TRACE(
+            c10::str("there ", there, ", divisor ", divisor, ", holds ", holds, ", held ", held, ", clears ", clears));
         if (clears) {
           for (at::Tensor& one : wanted) one.reset();
           if (is_there(world.rank())) engine.zero_grad();
@@ -54,16 +68,29 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
             const bool uses = reached && !draw.one_in(3);
             const at::Tensor gradient = noise(shapes[i], draw.whole(0, 1 << 20));
             if (!uses || !is_there(rank)) continue;
-            wanted[i] = wanted[i].defined() ? wanted[i] + gradient / divisor : gradient / divisor;
+            add(waiting[i], gradient);
             if (rank != world.rank()) continue;
             const at::Tensor part = (parameters[i] * gradient).sum();
             loss = loss.defined() ? loss + part : part;
+          }
+        }
+        for (int rank = 0; rank < ranks; ++rank) {
+          const auto r = static_cast<size_t>(rank);
+          holds_own[r] = holds && (holds_own[r] || is_there(rank));
+        }
+        std::optional<NoSync> no_sync;
+        if (holds) no_sync.emplace(engine);
+        if (!holds) {
+          for (size_t i = 0; i < wanted.size(); ++i) {
+            if (waiting[i].defined()) add(wanted[i], waiting[i] / divisor);
+            waiting[i].reset();
           }
         }
         if (!is_there(world.rank())) {
           std::vector<at::Tensor> before;
           for (const at::Tensor& parameter : parameters) before.push_back(parameter.grad());
           reducer.sit_out();
+          if (left_with_own) continue;
           for (size_t i = 0; i < parameters.size(); ++i) {
             EXPECT_EQ(parameters[i].grad().defined(), before[i].defined()) << i;
             EXPECT_TRUE(!before[i].defined() || parameters[i].grad().is_same(before[i])) << i << ": the user's own";
@@ -77,6 +104,7 @@ TEST_P(AbsenceIn, EveryPassAddsWhatThoseBringWhoAreThere) {
         } else {
           engine.backward(loss);
         }
+        if (holds) continue;
         for (size_t i = 0; i < parameters.size(); ++i) {
           const at::Tensor& found = parameters[i].grad();
           ASSERT_EQ(found.defined(), wanted[i].defined()) << i;

@@ -34,7 +34,8 @@ TEST(Facts, ComeOutAsTheyWentInForEveryNumberOfBucketsAndParameters) {
       facts.writes = number() % 2 == 0;
       facts.late = bits(buckets);
       facts.idle = bits(buckets);
-      for (auto* const of : {&facts.used, &facts.changed, &facts.cleared, &facts.touched, &facts.intact}) {
+      for (auto* const of :
+           {&facts.used, &facts.changed, &facts.cleared, &facts.touched, &facts.intact, &facts.extended}) {
         *of = bits(parameters);
       }
       SCOPED_TRACE(c10::str(buckets, " buckets, ", parameters, " parameters"));
@@ -60,6 +61,7 @@ TEST(Facts, ComeOutAsTheyWentInForEveryNumberOfBucketsAndParameters) {
       EXPECT_EQ(found.cleared, facts.cleared);
       EXPECT_EQ(found.touched, facts.touched);
       EXPECT_EQ(found.intact, facts.intact);
+      EXPECT_EQ(found.extended, facts.extended);
     }
   }
 }
