@@ -132,7 +132,7 @@ def inside_of_gathered(start: nn.Module) -> tuple[list[torch.Tensor], list[torch
             with again, pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):  # somebody else's
                 by_sample(plain, engine.world.rank)
             plain(torch.ones(1, 4, dtype=torch.float64))
-        return made, [engine.full_gradient(parameter) for parameter in plain.parameters()]  # type: ignore[misc]
+        return made, [engine.full_gradient(parameter) for parameter in plain.parameters()]
 
 
 def test_transforms_begin_inside_of_gathered() -> None:
