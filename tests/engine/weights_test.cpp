@@ -116,6 +116,30 @@ TEST_P(Weighted, BackwardsWhoseGradientsWereClearedAreNothingToWhatHasNoWeight) 
 INSTANTIATE_TEST_SUITE_P(Strategies, Weighted, testing::Values("ddp", "zero1", "zero2", "zero3", "hsdp"),
                          [](const auto& info) { return info.param; });
 
+// By a hook, where gradients are whole: what came before is gone, and the backward weighs what it weighs.
+TEST(Weights, OfABackwardThatClearsGradientsInItsMidstCount) {
+  for (const char* strategy : {"ddp", "zero1"}) {
+    run_local(2, [&](World world) {
+      at::Tensor a = at::zeros({40}).requires_grad_(), b = at::zeros({40}).requires_grad_();
+      Engine engine(world, NamedTensors{{"a", a}, {"b", b}}, {}, SGD{.lr = 3}, {.strategy = strategy});
+      for (int step = 1; step <= 2; ++step) {
+        engine.backward(100 * b.sum(), false, 50.0);
+        const at::Tensor h = b * 1;
+        h.register_hook([&](const at::Tensor& gradient) {
+          engine.zero_grad();
+          return gradient;
+        });
+        engine.backward(h.sum() + 3 * a.sum(), false, 2.0);  // a's comes first
+        engine.backward(3 * b.sum(), false, 4.0);
+        engine.step();
+        engine.zero_grad();
+        EXPECT_TRUE(at::allclose(b.detach(), at::full({40}, -2.0 * step))) << b;
+        EXPECT_TRUE(a.detach().eq(0).all().item<bool>());
+      }
+    });
+  }
+}
+
 // Nothing has begun then: a rank that asks again alone is still beside the others.
 TEST(Weights, AWeightOfNoSenseIsRefusedBeforeItsBackward) {
   for (const char* strategy : {"ddp", "zero2"}) {

@@ -109,6 +109,26 @@ TEST_P(Deliver, TakesASparseGradientAsADenseOne) {
   });
 }
 
+// Not by what lies in its memory.
+TEST_P(Deliver, TakesTheNumbersOfANegatedView) {
+  run_local(2, [](World world) {
+    at::Tensor a = torch::zeros({8}).requires_grad_();
+    Engine engine(world, NamedTensors{{"a", a}}, {}, NoOptimizer{}, {.strategy = GetParam()});
+    for (const bool assigned : {false, true}) {
+      const at::Tensor negated = torch::full({8}, 1.0 + world.rank())._neg_view();
+      if (assigned) {
+        a.mutable_grad() = negated;
+        engine.step();
+      } else {
+        engine.deliver(a, negated);
+        engine.end_pass();
+      }
+      EXPECT_TRUE(engine.full_gradient(a).eq(-1.5).all().item<bool>()) << assigned << engine.full_gradient(a);
+      engine.zero_grad();
+    }
+  });
+}
+
 // What an operation writes itself: in the dtype of the rule where operations can, and rounded to it where they cannot.
 TEST_P(Deliver, LetsOperationsWriteByTheRuleOfTheLeafBesideWiderSums) {
   for (const auto& [own, written] : {std::pair(at::kBFloat16, at::kFloat), {at::kDouble, at::kDouble}}) {

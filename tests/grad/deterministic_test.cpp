@@ -277,6 +277,10 @@ TEST(Deterministic, AGradientThatIsKeptOverAStepMayBeScaled) {
               anew ? one->mutable_grad() = one->grad() * 0.5 : one->mutable_grad().mul_(0.5);
               (one == &a ? wanted_a : wanted_b) *= 0.5;
             }
+            if (step != 2) continue;
+            engine.step();  // without a share
+            EXPECT_TRUE(engine.full_gradient(a).eq(wanted_a).all().item<bool>()) << engine.full_gradient(a);
+            EXPECT_TRUE(engine.full_gradient(b).eq(wanted_b).all().item<bool>()) << engine.full_gradient(b);
           }
         });
       }

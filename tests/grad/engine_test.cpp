@@ -267,12 +267,17 @@ TEST(Engine, GivesTheWholeOfAGradientThatTheUserReplaced) {
         }
         loss.backward();
         at::Tensor& gradient = named[replaced].second.mutable_grad();
+        const at::Tensor before = gradient;
         gradient = gradient * 0.5;
         for (size_t i = 0; i < sizes.size(); ++i) {
           const double mean = (2.0 + static_cast<double>(i)) * (i == replaced ? 0.5 : 1.0);
           EXPECT_TRUE(at::allclose(engine.full_gradient(named[i].second), numbers(i) * mean))
               << strategy << ": of " << i << ", replaced " << replaced;
         }
+        gradient = before;
+        EXPECT_TRUE(at::allclose(engine.full_gradient(named[replaced].second),
+                                 numbers(replaced) * (2.0 + static_cast<double>(replaced))))
+            << strategy << ": to be asked changes nothing";
         engine.zero_grad();
       }
     });

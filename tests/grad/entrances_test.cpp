@@ -376,19 +376,24 @@ TEST(PutOff, CountsOnceBesideWhatTheNextBackwardWrites) {
       for (const bool plainly : {false, true}) {
         run_local(4, [&](World world) {
           SCOPED_TRACE(c10::str(row.name, ", ", writes, plainly ? ", plainly, too" : ""));
+          const bool held = writes == 1;  // one more backward, beside what waits
           at::Tensor w = at::zeros({5, 7}).requires_grad_();
-          Options options{.strategy = row.name};
+          Options options{.strategy = row.name, .hold_unsharded = held};
           if (options.strategy == "hsdp") options.mesh = {.replicate = 2, .shard = 2};
           Engine engine(world, NamedTensors{{"w", w}}, {}, NoOptimizer{}, options);
           const double rank = world.rank(), mean = 1.5;
           (w.sum() * rank).backward();
           write_into(w, 4 * rank);
+          if (held) {
+            const auto quiet = engine.no_sync();
+            (w.sum() * 32 * rank).backward();
+          }
           {
             const Pass pass = engine.pass();
             for (int i = 0; i < writes; ++i) write_into(w, 8 * rank);
             if (plainly) (w.sum() * 16 * rank).backward();
           }
-          const double wanted = mean * (1 + 4 + 8 * writes + (plainly ? 16 : 0));
+          const double wanted = mean * (1 + 4 + 8 * writes + (plainly ? 16 : 0) + (held ? 32 : 0));
           const at::Tensor found = engine.full_gradient(w);
           EXPECT_TRUE(at::allclose(found, at::full_like(found, wanted))) << found.max() << " instead of " << wanted;
         });
