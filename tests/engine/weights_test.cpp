@@ -140,6 +140,23 @@ TEST(Weights, OfABackwardThatClearsGradientsInItsMidstCount) {
   }
 }
 
+TEST(Weights, OfASkippedStepAreThoseOfWhatWasNotClearedBefore) {
+  for (const char* strategy : {"ddp", "zero2"}) {
+    run_local(2, [&](World world) {
+      at::Tensor p = at::zeros({16}).requires_grad_();
+      Engine engine(world, NamedTensors{{"p", p}}, {}, SGD{.lr = 1},
+                    {.strategy = strategy, .nonfinite = NonFinite::skip});
+      engine.backward(p.sum() * 100, false, 50.0);
+      engine.zero_grad();
+      engine.backward(p.sum() * 8 + p[0] * (world.rank() == 1 ? INFINITY : 0), false, 4.0);
+      EXPECT_TRUE(engine.step().skipped);
+      p.mutable_grad().nan_to_num_(0, 8, 8);
+      EXPECT_FALSE(engine.step().skipped);
+      EXPECT_TRUE(engine.full_parameter(p).eq(-2).all().item<bool>()) << engine.full_parameter(p);
+    });
+  }
+}
+
 // Nothing has begun then: a rank that asks again alone is still beside the others.
 TEST(Weights, AWeightOfNoSenseIsRefusedBeforeItsBackward) {
   for (const char* strategy : {"ddp", "zero2"}) {
