@@ -149,6 +149,15 @@ TEST(Hierarchy, OneStreamPerMachineCrosses) {
                   first ? bytes * (machines - 1) / machines : 0);
         EXPECT_EQ(crossed([&] { backend->gather(full, shard, 7)->wait(seconds(60)); }),
                   first ? bytes * (machines - 1) / machines : 0);
+        // Of a tree, the rounds of whom it begins at: of the root's machine alone.
+        for (const int root : {0, size - 1}) {
+          c10d::BroadcastOptions from;
+          from.rootRank = root;
+          std::vector<at::Tensor> one{whole};
+          const int64_t before = total(wire).bytes;
+          backend->broadcast(one, from)->wait(seconds(60));
+          EXPECT_EQ(total(wire).bytes - before, first && rank / each == root / each ? bytes * (machines - 1) : 0);
+        }
       }));
     }
   }

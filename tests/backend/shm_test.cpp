@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <fstream>
 #include <latch>
@@ -342,6 +343,37 @@ TEST(Shm, AWindowIsFreedWhenEverybodyHasLetGo) {
       EXPECT_LE(resident_shared_kib(), before + 1024);  // not one window more
     }
     meet();
+  }));
+}
+
+// Whoever is the last: of several readers each keeps it for himself, and its owner for all of them.
+TEST(Shm, AWindowStaysAsLongAsAnybodyReadsIt) {
+  constexpr int size = 4;
+  std::array<int64_t, size> places{};
+  expect_all_well(on_threads(size, [&](int rank, ShmHeap& heap, const Groups& make) {
+    const Backend group = make(0);
+    for (int first = 0; first < size; ++first) {
+      std::vector<at::Tensor> all;  // by owner
+      at::Tensor mine = heap.window(5'000, at::kFloat).fill_(rank);
+      places[static_cast<size_t>(rank)] = heap.offset_of(mine.data_ptr());
+      group->barrier()->wait(milliseconds(20'000));
+      for (int r = 0; r < size; ++r) {
+        all.push_back(r == rank ? mine : heap.window_of(r, places[static_cast<size_t>(r)], 5'000, at::kFloat));
+      }
+      mine.reset();
+      // One after the other lets go of everything, and fills what it is given next.
+      for (int turn = 0; turn < size; ++turn) {
+        group->barrier()->wait(milliseconds(20'000));
+        for (size_t r = 0; r < all.size(); ++r) {
+          EXPECT_TRUE(all[r].eq(static_cast<int64_t>(r)).all().item<bool>()) << "of rank " << r << " in turn " << turn;
+        }
+        group->barrier()->wait(milliseconds(20'000));
+        if ((first + turn) % size == rank) all.clear();
+        const at::Tensor next = heap.window(5'000, at::kFloat).fill_(-1);
+        heap.keep_window(next);
+      }
+    }
+    group->barrier()->wait(milliseconds(20'000));
   }));
 }
 
