@@ -268,6 +268,12 @@ TEST(Shm, RefusesWhatItCannotCarryBeforeAnybodyWaits) {
     refused(at::ones({3}, at::kComplexFloat), c10d::ReduceOp::MAX, "no order");
     refused(at::ones({3}), c10d::ReduceOp::PRODUCT, "sum, avg, max and min only");
     refused(at::ones({3, 3}).t(), c10d::ReduceOp::SUM, "not contiguous");
+    for (const int root : {-1, 2}) {
+      std::vector<at::Tensor> one{at::ones({3})};
+      c10d::BroadcastOptions from;
+      from.rootRank = root;
+      EXPECT_THROW(group->broadcast(one, from), Error);
+    }
     group->barrier()->wait(milliseconds(20'000));
   }));
 }
