@@ -103,6 +103,22 @@ def test_one_graph_of_sharded_units_obeys_the_leafs_rule(how: dict[str, Any]) ->
         assert gathers >= len(rows) == 2 * len(RULES), "graphs gathered nothing: the weights were not sharded inside of them"
 
 
+def explained() -> list[list[tuple[torch.dtype, torch.dtype | None]]]:
+    """Of bf16 weights, and of f32 ones whose gradients nothing casts."""
+    told = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Low().to(dtype)
+        with plumb.Engine(model, None):
+            torch.compile(model, backend=AOT_EAGER)(torch.ones(5, 7)).backward()
+        told.append([(one.dtype, one.looked_through) for one in sorted(compiled.explain()[-1].deliveries, key=lambda one: one.argument)])
+    return told
+
+
+def test_what_was_looked_through_is_told() -> None:
+    (told,) = plumb.spawn(explained, 1)
+    assert told == [[(torch.float32, torch.bfloat16), (torch.bfloat16, None)], [(torch.float32, None)] * 2]
+
+
 def accumulates(strategy: str) -> float:
     """64 micro-batches of bf16 gradients, summed in f32 whatever the road."""
     world = plumb.world()
