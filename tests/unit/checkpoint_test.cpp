@@ -437,9 +437,10 @@ TEST(Checkpoint, RunsAgainInTheStateOfTheFirstRunAndLeavesTheCallersAlone) {
 TEST(Checkpoint, LeavesNoCastsBehindForTheNextStep) {
   Mlp plain, recomputed;
   const at::Tensor x = at::randn({4, 6}, at::detail::createCPUGenerator(3));
-  for (int step = 0; step < 3; ++step) {
-    std::vector<at::Tensor> losses;
-    for (const auto& [net, through] : {std::pair{&plain, Through{false}}, {&recomputed, Through{true}}}) {
+  std::vector<std::vector<at::Tensor>> losses;
+  for (const auto& [net, through] : {std::pair{&plain, Through{false}}, {&recomputed, Through{true}}}) {
+    losses.emplace_back();
+    for (int step = 0; step < 3; ++step) {
       at::Tensor h = x;
       at::autocast::increment_nesting();
       at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -447,15 +448,17 @@ TEST(Checkpoint, LeavesNoCastsBehindForTheNextStep) {
       for (auto& one : net->layers) h = through([one](const at::Tensor& in) { return layer(one, in); }, h);
       if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
       at::autocast::set_autocast_enabled(at::kCPU, false);
-      losses.push_back(h.to(at::kFloat).pow(2).sum());
-      losses.back().backward();
+      losses.back().push_back(h.to(at::kFloat).pow(2).sum());
+      losses.back().back().backward();
       at::NoGradGuard no_grad;
       for (const at::Tensor& parameter : net->parameters()) {
         parameter.sub_(parameter.grad());
         parameter.mutable_grad().reset();
       }
     }
-    EXPECT_TRUE(losses[0].equal(losses[1])) << step << ": " << losses[0] << losses[1];
+  }
+  for (size_t step = 0; step < 3; ++step) {
+    EXPECT_TRUE(losses[0][step].equal(losses[1][step])) << step << ": " << losses[0][step] << losses[1][step];
   }
 }
 

@@ -68,7 +68,8 @@ TEST(Wire, CountsByKindAndTellsWhatCameSince) {
 
 // Rounds each take the latency; bytes of several messages take turns.
 TEST(Wire, ThatIsShapedArrivesLater) {
-  setenv("PLUMB_SHAPE", "latency=20s,gbps=0.0001", 1);  // 12.5 bytes per millisecond: far above what a busy machine adds
+  setenv("PLUMB_SHAPE", "latency=20s,gbps=0.0001",
+         1);  // 12.5 bytes per millisecond: far above what a busy machine adds
   Wire wire;
   unsetenv("PLUMB_SHAPE");
   EXPECT_TRUE(wire.shaped());
