@@ -87,14 +87,14 @@ def test_no_public_place_of_torchs_keeps_the_old_names() -> None:
     assert [one for one in left if not one.startswith("torch.distributed.fsdp._fully_shard._fully_shard.")] == [], "but where they are defined"
 
 
-FILE, MODULE = ["/work/train.py"], ["-m", "package"]
+FILE, MODULE = ["/here/train.py"], ["-m", "package"]
 STARTED: list[tuple[list[str], Any, Any]] = [
-    (FILE, [sys.executable, "/work/train.py", "--lr", "1"], [sys.executable, "-m", "plumb", "/work/train.py", "--lr", "1"]),
-    (FILE, (sys.executable, "/work/train.py"), [sys.executable, "-m", "plumb", "/work/train.py"]),
-    (FILE, [sys.executable, "/work/other.py", "/work/train.py"], None),
+    (FILE, [sys.executable, "/here/train.py", "--lr", "1"], [sys.executable, "-m", "plumb", "/here/train.py", "--lr", "1"]),
+    (FILE, (sys.executable, "/here/train.py"), [sys.executable, "-m", "plumb", "/here/train.py"]),
+    (FILE, [sys.executable, "/here/other.py", "/here/train.py"], None),
     (FILE, [sys.executable, "-m", "package"], None),
-    (FILE, ["/bin/other", "/work/train.py"], None),
-    (FILE, f"{sys.executable} /work/train.py", None),
+    (FILE, ["/bin/other", "/here/train.py"], None),
+    (FILE, f"{sys.executable} /here/train.py", None),
     (MODULE, [sys.executable, "-m", "package", "x"], [sys.executable, "-m", "plumb", "-m", "package", "x"]),
     (MODULE, [sys.executable, "-m", "package.__main__", "x"], [sys.executable, "-m", "plumb", "-m", "package.__main__", "x"]),
     (MODULE, [sys.executable, "-m", "packages"], None),
