@@ -26,7 +26,7 @@ constexpr std::array<Launcher, 4> launchers{{
     {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+    {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"},
 }};
 
 int number(const std::string& name, const std::string& value, int low, int high) {
@@ -100,7 +100,7 @@ int ranks_here(const Lookup& lookup) {
     if (!lookup(launcher.rank) || !lookup(launcher.size)) continue;
     if (launcher.name == std::string("Slurm") && in_batch_script(lookup)) continue;
     const std::string text = lookup(launcher.local_size).value_or("1");
-    int count = 1;  // Slurm's is "4", or "4(x2)" where it counts nodes
+    int count = 1;  // Slurm's is "4", "4(x2)" or "4,3": of the first node
     const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), count);
     return failure == std::errc() && count > 0 ? count : 1;
   }

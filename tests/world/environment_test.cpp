@@ -53,7 +53,7 @@ TEST(Environment, SaysHowManyRanksShareTheMachine) {
   EXPECT_EQ(here({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}),
             2);
   EXPECT_EQ(here({{"PMI_RANK", "0"}, {"PMI_SIZE", "8"}, {"MPI_LOCALNRANKS", "8"}}), 8);
-  EXPECT_EQ(here({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_NTASKS_PER_NODE", "4(x2)"}}), 4);
+  EXPECT_EQ(here({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"}}), 4);
   EXPECT_EQ(here({{"RANK", "0"}, {"WORLD_SIZE", "8"}, {"LOCAL_WORLD_SIZE", "many"}}), 1);
 }
 
