@@ -88,7 +88,7 @@ def _cutting(cls: type[nn.Module]) -> Callable[..., None]:
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if inner is None:
-            super(cls, self).__init__(*args, **kwargs)  # type: ignore[misc]
+            super(cls, self).__init__(*args, **kwargs)
         else:
             inner(self, *args, **kwargs)
         is_unit = any(cls in classes for _, classes in _building.now)
