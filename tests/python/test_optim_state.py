@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -53,6 +54,11 @@ def forgetful(start: Net, strategy: str, how: str, kind: Any, elementwise: bool 
         if how == "nothing":
             copied = copy.deepcopy(mine.state)
             assert type(copied) is collections.defaultdict and len(copied) == len(mine.state)
+            others = [copy.copy(mine)]
+            if strategy == "zero1":  # otherwise its parameters are released
+                others += [copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))]
+            for other in others:
+                assert type(other) is type(mine) and len(other.state) == len(mine.state)
             for read in (lambda p: mine.state[p], mine.state.get, mine.state.setdefault):
                 with pytest.raises(plumb.Error, match="is in pieces, one for each rank"):
                     read(model.last.bias)

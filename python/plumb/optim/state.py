@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -41,7 +42,8 @@ class State(defaultdict[Any, Values]):
         return super().__missing__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        if not super().__contains__(key):
+        # torch looks in every copy of an optimizer whether its state is of an older format, and there is none of whole parameters.
+        if not super().__contains__(key) and sys._getframe(1).f_code.co_name != "__setstate__":
             self._check(key)
         return super().get(key, default)
 
