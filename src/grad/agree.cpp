@@ -32,8 +32,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
   mine.touched = changes_.touched();
   mine.intact = changes_.intact();
   mine.extended = changes_.extended();
-  for (auto* bits : {&mine.cleared, &mine.touched, &mine.intact, &mine.extended})
-    bits->resize(sinks().size());  // newcomers: nothing yet
+  mine.fit(buckets_.size(), sinks().size());  // of newcomers: nothing yet
   const auto units = gathering.lock();
   if (units) mine.gathers = units->settle();
   if (known_.sinks < sinks().size()) agree_on_newcomers(mine);
@@ -48,9 +47,7 @@ Agreement Reducer::exchange_facts(Where::Kind kind, std::vector<bool> late, bool
 // as many words.
 void Reducer::agree_on_newcomers(const Facts& mine) {
   Facts known = mine;
-  for (auto* bits : {&known.late, &known.idle}) bits->resize(known_.buckets);
-  for (auto* bits : {&known.used, &known.changed, &known.cleared, &known.touched, &known.intact})
-    bits->resize(known_.sinks);
+  known.fit(known_.buckets, known_.sinks);
   Digest digest;
   for (const Sink& sink : sinks()) {
     if (static_cast<size_t>(sink.index) < known_.sinks) continue;
@@ -71,10 +68,7 @@ Where Reducer::agree_to_write(const std::vector<at::Tensor>& parameters) {
   mine.kind = Where::Kind::setup;
   mine.writes = true;
   mine.rules = buckets_.rules_digest();
-  mine.late.resize(buckets_.size());
-  mine.idle.resize(buckets_.size());
-  for (auto* bits : {&mine.used, &mine.changed, &mine.cleared, &mine.touched, &mine.intact, &mine.extended})
-    bits->resize(sinks().size());
+  mine.fit(buckets_.size(), sinks().size());
   for (const at::Tensor& parameter : parameters) {
     if (const Sink* sink = members_.find(parameter)) mine.changed[sink->index] = true;
   }

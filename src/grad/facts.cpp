@@ -78,6 +78,12 @@ void check_in_step(int rank, const std::vector<std::string>& names, const std::v
 
 }  // namespace
 
+void Facts::fit(size_t buckets, size_t parameters) {
+  late.resize(buckets);
+  idle.resize(buckets);
+  for (const auto bits : kByParameter) (this->*bits).resize(parameters);
+}
+
 std::vector<int64_t> Facts::pack() const {
   std::vector<int64_t> words = {static_cast<int64_t>(kind),
                                 step,

@@ -37,6 +37,8 @@ struct Facts {
   std::vector<bool> extended;
   double weight = 0;  // of this rank's backwards in this step; travels apart
 
+  // Everything that is told by bucket and by parameter is of so many; what comes anew is false.
+  void fit(size_t buckets, size_t parameters);
   std::vector<int64_t> pack() const;
   static Facts unpack(std::span<const int64_t> words, size_t buckets, size_t parameters);
 };

@@ -219,23 +219,33 @@ TEST(Shares, OfAParameterThatBeginsToTrainAreTheSameBitsOnEveryWorld) {
   }
 }
 
+// Also where the one more of a rank's parameters begins another word of what ranks tell each other.
 TEST(Shares, OfRanksThatBeginToTrainDifferentlyAreAnError) {
-  for (const bool later : {false, true}) {  // or never
+  for (const auto& one : {std::pair{false, 1}, {true, 1}, {false, 64}, {true, 64}}) {
+    const bool later = one.first;  // or never
+    const int trained = one.second;
     EXPECT_THAT(
         [&] {
           run_local(2, [&](World world) {
-            at::Tensor a = at::zeros({8}).requires_grad_(), b = at::zeros({8}), c = at::zeros({8});
-            Engine engine(world, NamedTensors{{"a", a}, {"b", b}, {"c", c}}, {}, SGD{.lr = 1},
-                          {.deterministic = true, .virtual_ranks = 4});
+            NamedTensors named;
+            for (int i = 0; i < trained; ++i)
+              named.emplace_back("a" + std::to_string(i), at::zeros({8}).requires_grad_());
+            at::Tensor b = at::zeros({8}), c = at::zeros({8});
+            named.emplace_back("b", b);
+            named.emplace_back("c", c);
+            Engine engine(world, named, {}, SGD{.lr = 1}, {.deterministic = true, .virtual_ranks = 4});
             for (int i = 0; i < 2; ++i) {
               if (world.rank() == 0 || (later && i == 1)) b.set_requires_grad(true);
               if (later && (world.rank() == 1 || i == 1)) c.set_requires_grad(true);
-              engine.backward(a.sum() + b.sum() + c.sum());
+              at::Tensor loss = at::zeros({});
+              for (const auto& [name, one] : named) loss = loss + one.sum();
+              engine.backward(loss);
             }
             engine.step();
           });
         },
-        ThrowsMessage<Error>(HasSubstr("were frozen or unfrozen differently on rank 0 and rank 1")));
+        ThrowsMessage<Error>(HasSubstr("were frozen or unfrozen differently on rank 0 and rank 1")))
+        << later << " " << trained;
   }
 }
 
